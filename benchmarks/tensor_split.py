@@ -5,9 +5,8 @@
 Two models: 4 x Linear(d, 4 d) - GELU - Linear(4 d, d), where a size is d and the rows of a batch; and 4 blocks of GPT-2
 (norm, attention with 8 heads, norm, feed-forward of 4 d), where a size is d, samples and tokens of a sample. A step is
 forward, backward and SGD, with one intra-op thread a rank. "without communication" has layers of the parts' sizes.
-"sequence" splits activations between blocks as sequence_split=True does. The ways take turns; the one process computes
-while the other rank waits. What a rank holds is counted with AdamW, in bytes of parameters and states; --turns 0 prints
-this alone.
+The ways take turns; the one process computes while the other rank waits. What a rank holds is counted with AdamW, in
+bytes of parameters and states; --turns 0 prints this alone.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ class GPT(nn.Module):
         return self.blocks(x)  # type: ignore[no-any-return]
 
 
-def split_gpt(width: int, group: TensorGroup, x: Tensor, *, sequence_split: bool = False) -> nn.Module:
+def split_gpt(width: int, group: TensorGroup, x: Tensor) -> nn.Module:
     """Blocks that are found, tried and split as the strategy does it."""
     model = GPT(width).to(x.device)
 
@@ -99,10 +98,10 @@ def split_gpt(width: int, group: TensorGroup, x: Tensor, *, sequence_split: bool
         model.train()
 
     run = TracelessStep(model, group, lambda: model(x).square().mean(), traceless=traceless, gather=gather)
-    trials = Trials(run, sequence_split=sequence_split)
+    trials = Trials(run)
     trials.run(lambda called: find_blocks(model, called))
-    if len(trials.split) != 2 * _BLOCKS or len(trials.regions) != sequence_split:
-        raise RuntimeError(f"{len(trials.split)} of {2 * _BLOCKS} blocks are split; {'; '.join(trials.notes)}")
+    if len(trials.split) != 2 * _BLOCKS:
+        raise RuntimeError(f"{len(trials.split)} of {2 * _BLOCKS} blocks are split")
     return model
 
 
@@ -112,7 +111,6 @@ def gpt_models(width: int, group: TensorGroup, x: Tensor) -> dict[str, Callable[
     plan = {f"blocks.*.{layer}": ColwiseParallel() if layer in column else RowwiseParallel() for layer in column + row}
     return {
         "split": lambda: split_gpt(width, group, x),
-        "sequence": lambda: split_gpt(width, group, x, sequence_split=True),
         "DTensor": lambda: parallelize_module(GPT(width).to(x.device), _mesh(group, x.device), plan),
         "without communication": lambda: GPT(width, _RANKS),
         "one process": lambda: GPT(width),

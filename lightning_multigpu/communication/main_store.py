@@ -6,7 +6,6 @@ import errno
 import ipaddress
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -16,12 +15,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import port_number
-from lightning_multigpu.communication.rendezvous import RendezvousError, own_host
+from lightning_multigpu.communication.rendezvous import QUIET_S, RendezvousError, own_host, tell_wait
 
 _SHORTEST_POLL_S, _POLL_S = 0.01, 0.2
 _PROBE_S = 2.0
 _HANDSHAKE_S = 10.0
-_QUIET_S = 10.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -97,7 +95,7 @@ class MainStore:
             ) from None
 
     def _connect(self) -> TCPStore:
-        handshakes, tell_s = 0, time.monotonic() + _QUIET_S
+        handshakes, tell_s = 0, time.monotonic() + QUIET_S
         pause_s = _SHORTEST_POLL_S
         while True:
             self.check()
@@ -118,7 +116,8 @@ class MainStore:
                 )
             if time.monotonic() > tell_s:
                 tell_s = self.deadline_s
-                self._tell_wait(f"waits for rank 0 at {self.address} port {self.port}: {problem}")
+                what = f"waits for rank 0 at {self.address} port {self.port}: {problem}"
+                tell_wait(self.rank, what, self.deadline_s)
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
 
@@ -149,11 +148,10 @@ class MainStore:
                         f"rank {self.rank} on {own_host()} does not know the host MASTER_ADDR={self.address}: {error}; "
                         f"set it to a name or an address of {own_host()} that all hosts know"
                     ) from None
-                if not told:  # a name may come later, as those of Kubernetes do
+                if not told:
                     told = True
-                    self._tell_wait(
-                        f"does not know the host MASTER_ADDR={self.address} and waits for its name: {error}"
-                    )
+                    what = f"does not know the host MASTER_ADDR={self.address} ({error}) and waits for its name"
+                    tell_wait(self.rank, f"{what}, since names can come late, as in Kubernetes", self.deadline_s)
             self.check()
             time.sleep(_POLL_S)
         for family, kind, protocol, _, address in candidates:
@@ -164,14 +162,6 @@ class MainStore:
             except OSError:
                 continue
         return False
-
-    def _tell_wait(self, what: str) -> None:
-        left_s = max(0.0, self.deadline_s - time.monotonic())
-        print(
-            f"rank {self.rank} on {own_host()} {what}; {left_s:.0f} s are left (join_timeout_s)",
-            file=sys.stderr,
-            flush=True,
-        )
 
     def _problem(self) -> str | None:
         """The reason why no connection is possible, or None if a process listens there."""

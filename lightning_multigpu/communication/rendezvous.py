@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -28,6 +29,7 @@ from lightning_multigpu.communication.digest import disagreement, rank_list
 
 _FIRST_POLL_S, _SHORTEST_POLL_S, _LONGEST_POLL_S = 0.005, 0.02, 0.5
 _SETTLE_S = 3.0
+QUIET_S = 10.0  # of a wait, before a line says who waits for whom
 _TICKETS, _VERDICT, _READ = "tickets", "verdict", "read"
 
 
@@ -144,7 +146,7 @@ class Rendezvous:
     def _wait(self, over: Callable[[], bool], lateness: Callable[[], str]) -> None:
         # All ranks together read 50 times a second: fast for two ranks, and not too much for the store with hundreds.
         longest_s = min(_LONGEST_POLL_S, _SHORTEST_POLL_S * self._own.world_size)
-        pause_s = _FIRST_POLL_S
+        pause_s, tell_s = _FIRST_POLL_S, time.monotonic() + QUIET_S
         while True:
             problem = self._guard(self._look)  # raises the verdict of another rank
             self._check()
@@ -154,6 +156,9 @@ class Rendezvous:
                 problem = lateness()
             if problem is not None:
                 self._conclude(problem)
+            if self._own.rank == 0 and time.monotonic() > tell_s:
+                tell_s = float("inf")
+                tell_wait(0, f"waits for {rank_list(self._missing())} of {self._own.world_size}", self._deadline_s)
             time.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
 
@@ -252,6 +257,13 @@ def conflict(arrivals: list[Arrival]) -> str | None:
 def own_host() -> str:
     """The name of this host."""
     return socket.gethostname()
+
+
+def tell_wait(rank: int, what: str, deadline_s: float) -> None:
+    """Prints for what a rank waits, and for how long it will at most."""
+    left_s = max(0.0, deadline_s - time.monotonic())
+    line = f"rank {rank} on {own_host()} {what}; {left_s:.0f} s are left (join_timeout_s)"
+    print(line, file=sys.stderr, flush=True)
 
 
 def _note(ticket: int) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -30,7 +30,7 @@ from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, R
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.job.guardian.interrupts import report_of
-from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
+from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
@@ -51,17 +51,29 @@ _CONNECTION_LOST = re.compile(
 )
 
 
-# The connection of this process to its guardian, from the first run until the world of that run is left.
-KEPT: list[tuple[GuardianClient, Guardian | None]] = []
+@dataclass
+class Kept:
+    """The connection of this process to its guardian, from its first run until a run has failed.
+
+    ``guardian`` is set if this process has started it; ``place`` is the run's address and number of ranks.
+    """
+
+    client: GuardianClient
+    guardian: Guardian | None
+    place: tuple[object, ...]
+    has_failed: bool = False
+
+
+KEPT: list[Kept] = []
 
 
 def leave_guardian() -> None:
     """Ends the connection to the guardian, which ends with the last one."""
     while KEPT:
-        client, guardian = KEPT.pop()
-        client.leave()
-        if guardian is not None:
-            guardian.stop()
+        kept = KEPT.pop()
+        kept.client.leave()
+        if kept.guardian is not None:
+            kept.guardian.stop()
 
 
 class FailureWatch:
@@ -74,8 +86,6 @@ class FailureWatch:
         all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
         is_lost: whether this rank has failed and the job goes on without it.
         on_can_be_lost: called by :meth:`can_be_lost`, for the process that has spawned this rank.
-        earlier_children: processes that an earlier run of this process has started, by their ranks; this run needs
-            them.
     """
 
     def __init__(self, signals: RunSignals) -> None:
@@ -85,7 +95,6 @@ class FailureWatch:
         self.ranks_have_ended = self.all_raised = False
         self.is_lost = False
         self.on_can_be_lost: Callable[[], object] | None = None
-        self.earlier_children: dict[int, subprocess.Popen[bytes]] = {}
         self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
@@ -109,13 +118,6 @@ class FailureWatch:
         """Raises RankFailedError if another rank has failed, or has ended since an earlier run."""
         if self.failure is not None:
             raise RankFailedError(self.failure.describe())
-        for rank, child in self.earlier_children.items():
-            code = child.poll()
-            if code is not None:
-                raise RankFailedError(
-                    f"rank {rank} (pid {child.pid}), which an earlier run of this program has started, "
-                    f"{ended_text(code)}; a rank that fails ends its program: start the job anew"
-                )
 
     def can_be_lost(self) -> None:
         """Declares that the job goes on without this rank if it fails in this run; not for rank 0.
@@ -257,6 +259,8 @@ class FailureWatch:
         other = None if self._cannot_join else self.failure  # the guardian may have found another failure first
         self.failure = other or own
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
+        for kept in KEPT:
+            kept.has_failed = not self.is_lost
         self._abort()
         return other
 

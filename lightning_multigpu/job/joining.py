@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -25,7 +26,7 @@ from lightning_multigpu.communication.main_store import MainStore, kept_by_torch
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
-from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guardian
+from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.host_links import node_name, silence
 from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
@@ -65,7 +66,7 @@ class Joining:
         self._attempt = 0
         self._rendezvous: Rendezvous | None = None
         self._arrivals: list[Arrival] = []
-        self._resumes = False
+        self._resumes = self._has_met_hosts = False
 
     def resume(self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
         """Before the launch: the arguments of ``function``, changed by :func:`with_last_found`."""
@@ -74,40 +75,61 @@ class Joining:
         self._resumes = place is not None and args[place] is not None
         return args
 
-    def begin(self, run: RunContext, *, guardian: Guardian | None = None, address: str | None = None) -> None:
-        """Connects this rank to its host's guardian, or begins a further run under the one of its world.
+    def begin(
+        self,
+        run: RunContext,
+        *,
+        guardian: Guardian | None = None,
+        started: Mapping[int, int] = MappingProxyType({}),
+        address: str | None = None,
+    ) -> None:
+        """Connects this rank to its host's guardian, or begins a further run under the one that it has.
 
-        ``guardian``: started by this process. ``address``: its address, for a rank that has not inherited it.
+        ``guardian``: started by this process. ``started``: the process ids of the ranks that this process has started,
+        perhaps for an earlier run. ``address``: of the guardian, for a rank that has not inherited it.
         """
         if self._deadline_s is not None:
             return
         self._deadline_s = time.monotonic() + run.join_timeout_s
         run.tell_ranks()
-        if dist.is_initialized() and KEPT:
-            self.watch.begin(lambda: None)
-            self.watch.client, _ = KEPT[0]
-            self.watch.client.begin(
-                self.watch.receive, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s
-            )
-            return
-        leave_guardian()
         where = (run.environment.main_address, run.environment.main_port)
-        self._attempt = _ATTEMPTS[where]
-        _ATTEMPTS[where] += 1
-        self.watch.begin(CONNECTIONS.cut)
+        place = (*where, run.ranks_per_host, run.num_nodes)
+        has_joined = dist.is_initialized()
+        self.watch.begin((lambda: None) if has_joined else CONNECTIONS.cut)
+        if not has_joined:
+            self._attempt = _ATTEMPTS[where]
+            _ATTEMPTS[where] += 1
+        self._has_met_hosts = bool(KEPT) and (has_joined or (not KEPT[0].has_failed and KEPT[0].place == place))
+        if self._has_met_hosts:
+            client = KEPT[0].client
+            client.begin(self.watch.receive, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s)
+        else:
+            leave_guardian()
+            client, guardian = self._connected(run, guardian, address)
+            KEPT.append(Kept(client, guardian, place))
+            if guardian is not None:
+                for rank, pid in started.items():
+                    guardian.started(rank, pid)
+        self.watch.client = client
+        if not has_joined:
+            # Later than the rank's own limit, whose error names the missing ranks.
+            client.joining(run.join_timeout_s + run.failure_timeout_s)
+
+    def _connected(
+        self, run: RunContext, guardian: Guardian | None, address: str | None
+    ) -> tuple[GuardianClient, Guardian | None]:
+        """Connects this rank to a guardian of this run; the first rank of a host starts it if no launcher has."""
         inherited = os.environ.pop(ADDRESS, None)  # for no program that this rank starts, and no later run
         address, start_timeout_s = address or inherited, 0.0
         if not address:
+            where = run.environment.main_address, run.environment.main_port
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             start_timeout_s = run.join_timeout_s
             if run.local_rank == 0:
                 with contextlib.suppress(AddressTakenError):  # by another process of the job
                     guardian = start_guardian(run, address)
         client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
-        self.watch.client = client
-        KEPT.append((client, guardian))
-        # Later than the rank's own limit, whose error names the missing ranks.
-        client.joining(run.join_timeout_s + run.failure_timeout_s)
+        return client, guardian
 
     @contextlib.contextmanager
     def limited(self, run: RunContext) -> Iterator[None]:
@@ -172,11 +194,12 @@ class Joining:
         LAST_STORE[:] = [store]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
-        if run.num_nodes > 1 and run.rank == 0:
+        meets_hosts = run.num_nodes > 1 and not self._has_met_hosts
+        if meets_hosts and run.rank == 0:
             rendezvous.offer(_INVITATION, _invite_hosts(client, run))
             self._rendezvous = rendezvous
         rendezvous.check_in()
-        if run.num_nodes > 1 and run.local_rank == 0 and run.rank != 0:
+        if meets_hosts and run.local_rank == 0 and run.rank != 0:
             invitation = rendezvous.wait_for(_INVITATION)
             secret = job_secret(os.environ) or invitation["secret"]
             client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)

@@ -225,8 +225,8 @@ def _reads(step: CommonStep) -> Iterator[Finding]:
     yield _finding(
         "synchronising calls",
         step,
-        step.saving(lambda rank: sum(read.seconds for read in rank.reads if read.line == most.line)),
-        f"{most.line} reads {most.count} values of tensors in a step of {ms(rank.step_s)}: {ms(most.seconds)}. "
+        step.saving(lambda rank: sum(read.seconds for read in rank.reads if read.function == most.function)),
+        f"{most.function} reads {most.count} values of tensors in a step of {ms(rank.step_s)}: {ms(most.seconds)}. "
         "Each call waits until the device has computed its value.",
         "Keep tensors, and read them every n-th step, or all at once with tolist().",
     )

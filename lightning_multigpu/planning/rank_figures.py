@@ -122,9 +122,12 @@ class Pushes:
 
 @dataclass(frozen=True)
 class ReadValues:
-    """Values of tensors that one line of code reads in a step, by ``item()`` and the like."""
+    """Values of tensors that a function waits for in a step, by ``item()`` and the like.
 
-    line: str
+    ``function`` is "train.py(7): training_step", by the line at which it begins.
+    """
+
+    function: str
     count: int
     seconds: float
 

@@ -35,7 +35,6 @@ class SplitBlocks:
         whole_bytes: bytes of all blocks' parameters on one device.
         rank_bytes: bytes of the first rank's parts of these parameters.
         traffic: one block's traffic in the first batch.
-        activation_bytes: bytes of one block's output in the first batch.
     """
 
     shape: str
@@ -44,7 +43,6 @@ class SplitBlocks:
     whole_bytes: int
     rank_bytes: int
     traffic: Sequence[BlockTraffic]
-    activation_bytes: int
 
 
 @dataclass(frozen=True)
@@ -62,7 +60,6 @@ class SplitPlan:
     """A tensor split over ``num_ranks``.
 
     Attributes:
-        notes: further lines for the user.
         one_device: bytes that one device would hold in training.
         ranks: bytes that each rank of the first group, or of the first pipeline, holds.
     """
@@ -70,6 +67,5 @@ class SplitPlan:
     num_ranks: int
     blocks: Sequence[SplitBlocks]
     whole: Sequence[WholeBlocks]
-    notes: Sequence[str]
     one_device: HeldBytes
     ranks: Sequence[HeldBytes]

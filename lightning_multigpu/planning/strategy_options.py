@@ -49,8 +49,9 @@ class StrategyOptions:
 
     def with_compression(self) -> str | None:
         """The strategy with gradients in bfloat16, as code; None where that cannot be, or is so already."""
-        wanted, excluded = _COMPRESSION.get(self.class_name, ({}, frozenset()))
-        return self.with_(**wanted) if wanted and not (excluded & {**self.fixed, **self.chosen}.keys()) else None
+        excluded = _EXCLUDE_COMPRESSION.get(self.class_name)
+        possible = excluded is not None and not excluded & {**self.fixed, **self.chosen}.keys()
+        return self.with_(compression="bf16") if possible else None
 
     def with_checkpointing(self) -> str | None:
         """The strategy with ``activation_checkpointing``, as code; None where that cannot be, or is so already."""
@@ -63,15 +64,11 @@ class StrategyOptions:
         return None if options.get("activation_checkpointing") else self.with_(activation_checkpointing=True)
 
 
-_COMPRESSION: dict[str, tuple[dict[str, str], frozenset[str]]] = {
-    "RingDDPStrategy": ({"compression": "bf16"}, frozenset({"compression", "average_every", "ddp_comm_hook"})),
-    "HybridStrategy": ({"compression": "bf16"}, frozenset({"compression"})),
-    "ShardedStrategy": (
-        {"reduce_dtype": "bf16", "broadcast_dtype": "bf16"},
-        frozenset({"reduce_dtype", "broadcast_dtype", "bucket_cap_mb"}),
-    ),
+_EXCLUDE_COMPRESSION = {
+    "RingDDPStrategy": frozenset({"compression", "average_every", "ddp_comm_hook"}),
+    "HybridStrategy": frozenset({"compression"}),
 }
-"""By class: the options that halve the bytes of float32 gradients, and those that exclude them."""
+"""By class that has the option ``compression``: the options that exclude it."""
 
 
 def _text(value: Any) -> str:

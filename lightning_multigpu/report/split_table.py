@@ -35,5 +35,3 @@ def _held(plan: SplitPlan) -> Iterator[str]:
 def _left(plan: SplitPlan) -> Iterator[str]:
     for each in plan.whole:
         yield f"  whole: {each.num_blocks} x {each.shape}: {each.names} ({each.reason})"
-    for note in plan.notes:
-        yield f"  {note}"

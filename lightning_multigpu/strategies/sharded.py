@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,11 +15,11 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
+from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
-    from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
-
-_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_BUCKET_CAP_MB = 1.0
-
-ShortDtype = Literal["fp16", "bf16"]
 
 
 class ShardedStrategy(MultiGPUStrategy):
@@ -51,16 +45,12 @@ class ShardedStrategy(MultiGPUStrategy):
     gradients, and as many bytes of traffic again.
 
     Args:
-        bucket_cap_mb: size in MiB of the buffers in which small gradients travel together. All ranks keep a buffer for
-            each owner. 0 sends each gradient alone. By default 1, and 0 for models with parameters of several dtypes
-            and with ``reduce_dtype``.
+        bucket_cap_mb: small gradients and parameters of one owner travel together, in messages of about so many MiB; 0
+            sends each one alone.
         find_unused_parameters: allow losses that depend on different parameters on each rank, or on some parameters
             only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
-        reduce_dtype: "fp16" or "bf16" to send gradients in, with half of the bytes of float32; excludes buckets.
-        broadcast_dtype: "fp16" or "bf16" to send new parameters in. Their owner keeps exact values; the other ranks
-            train with rounded ones, and get exact ones before validation, for a checkpoint, and at the end.
         offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
             parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
@@ -78,11 +68,9 @@ class ShardedStrategy(MultiGPUStrategy):
     def __init__(
         self,
         *,
-        bucket_cap_mb: float | None = None,
+        bucket_cap_mb: float = 1.0,
         find_unused_parameters: bool | None = None,
         broadcast_buffers: bool = True,
-        reduce_dtype: ShortDtype | None = None,
-        broadcast_dtype: ShortDtype | None = None,
         offload_optimizer: bool = False,
         gather_at_end: bool = True,
         **options: Any,
@@ -100,23 +88,15 @@ class ShardedStrategy(MultiGPUStrategy):
         )
         if bucket_cap_mb:
             option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
-        for name, value in (("reduce_dtype", reduce_dtype), ("broadcast_dtype", broadcast_dtype)):
-            if value is not None:
-                option_checks.check_choice(name, value, tuple(_DTYPES))
-        if reduce_dtype is not None and bucket_cap_mb:
-            raise ValueError(
-                f"reduce_dtype={reduce_dtype!r} and bucket_cap_mb={bucket_cap_mb:g}: buckets hold gradients in the "
-                "dtype of their parameters; leave one of the two out"
-            )
         super().__init__(**options)
         self.common.broadcasts_buffers = broadcast_buffers
         self._given = option_checks.own_options(ShardedStrategy, locals())
+        self._bucket_bytes = int(bucket_cap_mb * 2**20)
         # During a run:
         self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
         self._trained: TrainedParameters | None = None
         self._missed: list[Parameter] = []
-        self._rounded = False  # whether parameters of other ranks are
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
 
     @property
@@ -129,7 +109,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def setup_environment(self) -> None:
         # Before the ranks join: a default argument of FairScale keeps the world's group of the time of its import.
-        import_module("lightning_multigpu.engine.sharded.sharded_gradients")
+        import_module("lightning_multigpu.engine.sharded.shard_transport")
         super().setup_environment()
 
     @override
@@ -143,17 +123,6 @@ class ShardedStrategy(MultiGPUStrategy):
                 "offload_optimizer=True on CPU: states are in the host's memory anyway; leave it out, or pass "
                 "accelerator='gpu'"
             )
-
-    @override
-    def check_before_launch(self, trainer: pl.Trainer) -> None:
-        super().check_before_launch(trainer)
-        broadcast_dtype = self._given["broadcast_dtype"]
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if broadcast_dtype and isinstance(callback, WEIGHT_AVERAGES):
-                raise ValueError(
-                    f"broadcast_dtype={broadcast_dtype!r} and {type(callback).__name__}: it would average "
-                    "rounded parameters; leave one of the two out"
-                )
 
     @override
     def _setup_model(self, model: Module) -> Module:
@@ -187,8 +156,7 @@ class ShardedStrategy(MultiGPUStrategy):
         from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
         assert self._group is not None
-        dtype, offload = _DTYPES.get(self._given["broadcast_dtype"] or ""), self._given["offload_optimizer"]
-        return ShardTransport(optimizer, self._group, broadcast_dtype=dtype, offload=offload)
+        return ShardTransport(optimizer, self._group, self._bucket_bytes, offload=self._given["offload_optimizer"])
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None
@@ -209,28 +177,18 @@ class ShardedStrategy(MultiGPUStrategy):
                         )
 
     def _wrap(self) -> None:
-        """Wraps the module again, to average the gradients of the parameters that are trained from now on."""
-        from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
-
+        """Averages the gradients of the parameters that are trained from now on."""
         assert self._group is not None
         module = self._module
         if self._gradients is not None:
             self._gradients.close()
         self._trained = TrainedParameters(module)
-        optimized = [p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]]
-        if not any(parameter.requires_grad for parameter in optimized):
-            self._gradients = None
-            return
-        bucket_cap_mb, find_unused = self._given["bucket_cap_mb"], self._given["find_unused_parameters"]
-        if bucket_cap_mb is None:
-            alike = len({parameter.dtype for parameter in optimized}) == 1
-            bucket_cap_mb = _BUCKET_CAP_MB if alike and self._given["reduce_dtype"] is None else 0.0
+        find_unused = self._given["find_unused_parameters"]
         self._gradients = ShardedGradients(
             module,
-            self.owned.transports,
+            {p: owner for transport in self.owned.transports for p, owner in transport.shards.owners.items()},
             self._group,
-            bucket_bytes=int(bucket_cap_mb * 2**20),
-            reduce_dtype=_DTYPES.get(self._given["reduce_dtype"] or ""),
+            bucket_bytes=self._bucket_bytes,
             shows_all=self.common.given is not None,
             find_unused=not module.automatic_optimization if find_unused is None else find_unused,
         )
@@ -246,7 +204,6 @@ class ShardedStrategy(MultiGPUStrategy):
                 self._gradients.close()
             self._group = self._gradients = self._trained = None
             self._missed.clear()
-            self._rounded = False
             super().teardown()
 
     # Training
@@ -264,13 +221,8 @@ class ShardedStrategy(MultiGPUStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self.common.buffers_due:
             self.common.share_buffers()
-        if self._gradients is None:
-            return super().training_step(*args, **kwargs)
-        self.share_proof.begin_step(*args, *kwargs.values())
-        self.common.buffers_due = not self._gradients.accumulates
-        module = self._module
-        with self.steps.running(), self.precision_plugin.train_step_context():
-            return self._forward_redirection(self._gradients, module, "training_step", *args, **kwargs)
+        self.common.buffers_due = self._gradients is None or not self._gradients.accumulates
+        return super().training_step(*args, **kwargs)
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -287,12 +239,11 @@ class ShardedStrategy(MultiGPUStrategy):
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """Within the block, in which hooks read gradients, they are averages."""
-        if self._gradients is not None and self._gradients.accumulates:
-            self._gradients.finish_accumulating()
-        elif self._gradients is not None:
+        if self._gradients is not None:
             self._gradients.finish()
-            self._average_missed()
-            self.common.note_averages()
+            if not self._gradients.accumulates:
+                self._average_missed()
+                self.common.note_averages()
         yield
 
     def _average_missed(self) -> None:
@@ -313,32 +264,9 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def on_optimizer_step_end(self) -> None:
         super().on_optimizer_step_end()
-        self._rounded = self._given["broadcast_dtype"] is not None
         for transport in self.owned.transports:
-            transport.share_values_of(filter(transport.has, self._missed))
+            transport.share_values(filter(transport.has, self._missed))
         self._missed.clear()
-
-    @property
-    @override
-    def replicas_differ(self) -> bool:
-        return self._rounded
-
-    @property
-    @override
-    def _ranks_may_differ(self) -> bool:
-        return self._given["broadcast_dtype"] is not None
-
-    @override
-    def _settle_values(self) -> None:
-        if self._rounded and not self.failure_watch.failed:
-            for transport in self.owned.transports:
-                transport.shards.broadcast(None)  # exact values
-            self._rounded = False
-
-    @property
-    @override
-    def _spare_bytes(self) -> int:
-        return 0 if self._gradients is None else self._gradients.spare_bytes
 
     # Checkpoints
 

@@ -131,7 +131,7 @@ def test_the_first_choice_is_written_as_a_configuration_of_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--micro-batches=2"], "--micro-batches is not a setting"),
+        (["--micro-batches=2"], "unrecognized arguments: --micro-batches=2"),
         (["--picture", "no/such.svg"], "--picture=no/such.svg: there is no directory no; make it first"),
         (["--picture=plan.gif"], "--picture=plan.gif: a picture's name ends in one of .svg, .png, .pdf"),
         (["--machine=other.json"], "other.json: there is no such file; run 'lightning-multigpu calibrate'"),

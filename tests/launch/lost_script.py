@@ -51,7 +51,7 @@ def main() -> None:
             start_method=start_method,  # type: ignore[arg-type]
             failure_timeout_s=6.0,
         )
-        trainer = make_trainer(case, strategy, RANKS, callbacks=[Ends(how)])
+        trainer = make_trainer(case, strategy, RANKS, callbacks=[Ends(how)], default_root_dir=tempfile.gettempdir())
         module = Classifier()
         before = [parameter.detach().clone() for parameter in module.parameters()]
         trainer.fit(module, train_loader(case, trainer))

@@ -27,9 +27,7 @@ def test_a_program_that_goes_on_after_a_failure_learns_that_ranks_have_ended(tmp
     finished = run(tmp_path, "ring_ddp", "2", "0", "again")
     assert finished.returncode == 1
     last = finished.stderr.strip().splitlines()[-1]
-    assert re.search(
-        r"RankFailedError: rank 1 \(pid \d+\), which an earlier run of this program has started, ended", last
-    )
+    assert re.match(r"The job failed: rank 1 \(host \S+, pid \d+\) ended", last)
 
 
 @pytest.mark.parametrize(

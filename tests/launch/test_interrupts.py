@@ -101,14 +101,21 @@ def test_one_rank_alone_is_interrupted_in_a_long_validation(job: Interrupted) ->
     assert job.saved() == 6
 
 
-@pytest.mark.parametrize("job", [("spawn", "training")], indirect=True)
-def test_spawned_ranks_save_what_they_have_trained(job: Interrupted) -> None:
-    """The first process has untrained weights, and Lightning calls its callbacks as well."""
-    job.ready()
-    os.killpg(job.process.pid, signal.SIGINT)
+@pytest.mark.parametrize(("job", "rank"), [(("spawn", "training"), None), (("fork", "training"), 1)], indirect=["job"])
+def test_spawned_ranks_save_what_they_have_trained(job: Interrupted, rank: int | None) -> None:
+    """The first process has untrained weights, and Lightning calls its callbacks as well.
+
+    A SIGINT to one rank ended with "The job failed: rank 0 ended with exit status 1" as the last line.
+    """
+    ranks = job.ready()
+    if rank is None:
+        os.killpg(job.process.pid, signal.SIGINT)
+    else:
+        os.kill(ranks[rank], signal.SIGINT)
     assert job.end() == 1
     steps = seen(job, "KeyboardInterrupt")
     assert job.saved() == max(steps) > 2
+    assert "The job failed" not in job.output(0)
 
 
 @pytest.mark.parametrize("job", [("popen", "save"), ("spawn", "hang")], indirect=True)

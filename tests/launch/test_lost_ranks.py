@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import re
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from tests.launch import job, lost_script
+from tests.world import free_port
 
 pytestmark = pytest.mark.launch
 
 GOES_ON = r"The job goes on without a rank: rank 1 \(host \S+, pid \d+, last completed step [34][^)]*\) "
 
 
-def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return job.run(str(tmp_path), "-m", lost_script.__name__, *arguments, TMPDIR=str(tmp_path))
+def run(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    mark = f"{tmp_path}-{variables.get('LOCAL_RANK')}"
+    return job.run(mark, "-m", lost_script.__name__, *arguments, TMPDIR=str(tmp_path), timeout_s=90, **variables)
 
 
 @pytest.mark.parametrize(
@@ -43,11 +46,16 @@ def test_the_others_finish(start_method: str, how: str, what: str, tmp_path: Pat
     assert sorted(said) == [f"rank {rank} has trained: True" for rank in ranks]
 
 
-def test_a_second_run_of_the_same_program_names_the_rank_that_was_lost(tmp_path: Path) -> None:
-    finished = run(tmp_path, "popen", "kill", "again")
-    assert finished.returncode == 1
-    *lines, last = finished.stderr.strip().splitlines()
-    assert any(re.match(f"{GOES_ON}was ended by SIGKILL", line) for line in lines), finished.stderr[-3000:]
-    assert re.search(
-        r"rank 1 \(pid \d+\), which an earlier run of this program has started, was ended by SIGKILL", last
-    )
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_second_run_of_the_same_program_names_the_rank_that_was_lost(by_hand: bool, tmp_path: Path) -> None:
+    """Where ranks had been started by hand, the second run waited for ``join_timeout_s`` (600 s)."""
+    places: list[dict[str, str]] = [{}]
+    if by_hand:
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        places = [{**place, "LOCAL_RANK": str(rank)} for rank in range(lost_script.RANKS)]
+    with ThreadPoolExecutor(len(places)) as pool:
+        finished = list(pool.map(lambda place: run(tmp_path, "popen", "kill", "again", **place), places))
+    assert [each.returncode for each in finished] == ([1, -9, 1] if by_hand else [1])
+    errors = "".join(each.stderr for each in finished)
+    for start in (GOES_ON, r"The job failed: rank 1 \(host \S+, pid \d+, .*\) "):
+        assert re.search(f"^{start}was ended by SIGKILL", errors, re.MULTILINE), errors[-3000:]

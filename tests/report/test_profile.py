@@ -17,7 +17,7 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import SCHEMA_VERSION
 from lightning_multigpu.report.figures import SvgFigure
-from lightning_multigpu.report.profile import chrome_trace, profile_document, profile_page, profile_text
+from lightning_multigpu.report.profile import profile_document, profile_page, profile_text
 from tests.report.examples import record, report_of
 from tests.report.profiles import PHASES_S, built, loaded, profile, told, with_all
 from tests.report.shape import assert_follows_profile_schema
@@ -59,35 +59,6 @@ def test_a_wait_without_transfers_hides_none() -> None:
         step["transfers"][0][4] -= 0.04  # and ends 10 ms after the wait has begun
     [rank] = loaded(built([measured], "s")).ranks
     assert rank.hidden_s == pytest.approx(0.02)
-
-
-def test_the_timeline_has_a_process_for_each_rank_and_a_track_for_each_kind() -> None:
-    found = with_all()
-    steps = found["ranks"][1]["steps"]
-    [one] = steps[0]["transfers"]
-    steps[0]["transfers"] += [[*one[:3], one[3] + 0.01, one[4] + 0.01, *one[5:]]]  # while the first one is under way
-    events = chrome_trace.trace(loaded(found), [[], [("mm", 4, 107.05, 107.06), ("k", -8, 107.1, 107.2)]])[
-        "traceEvents"
-    ]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    of_rank = [name for (pid, _), name in names.items() if pid == 1]
-    assert len({*of_rank}) == len(of_rank)
-    of_tracks: dict[str, list[tuple[str, int, int]]] = {}
-    for event in events:
-        if event["ph"] == "X" and event["pid"] == 1:
-            told = (event["name"], round(event["ts"]), round(event["dur"]))
-            of_tracks.setdefault(names[1, event["tid"]], []).append(told)
-    # The clock of rank 1 is 7 s ahead.
-    assert of_tracks["data loading"][0] == ("data_wait", 0, 50_000)
-    assert of_tracks["compute"][:2] == [("forward", 50_000, 20_000), ("backward", 70_000, 40_000)]
-    assert of_tracks["optimizer"][0] == ("optimizer", 160_000, 5_000)
-    assert of_tracks["idle: waits for transfers"][0] == ("communication", 110_000, 50_000)
-    assert of_tracks["all_reduce (data)"][0] == ("all_reduce (data)", 90_000, 70_000)
-    assert of_tracks["all_reduce (data), 2"] == [("all_reduce (data)", 100_000, 70_000)]
-    assert of_tracks["pipeline stage 1"][0] == ("forward, micro-batch 0", 10_000 - 107_000_000, 10_000)
-    assert of_tracks["operators, thread 4"] == [("mm", 50_000, 10_000)]
-    assert of_tracks["GPU stream 7"] == [("k", 100_000, 100_000)]
-    assert "host-to-device copies" not in of_tracks, "there are none"
 
 
 def test_the_document_follows_its_schema() -> None:

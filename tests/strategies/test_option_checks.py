@@ -85,8 +85,6 @@ REFUSED_OPTIONS: list[tuple[Any, dict[str, Any], str]] = [
     (RingDDPStrategy, {"verify_steps": True}, "verify_steps=True: pass how many steps"),
     (PipelineStrategy, {"verify_steps": -1}, "verify_steps=-1: pass how many steps"),
     (CPUParameterServerStrategy, {"optimizer_split": "layers"}, "optimizer_split='layers' is not one of the choices"),
-    (ShardedStrategy, {"reduce_dtype": "fp32"}, "reduce_dtype='fp32' is not one of the choices: 'fp16', 'bf16'"),
-    (ShardedStrategy, {"reduce_dtype": "fp16", "bucket_cap_mb": 8}, "='fp16' and bucket_cap_mb=8: buckets hold"),
     (HybridStrategy, {"activation_checkpointing": True}, "=True: .* pass pipeline={'activation_checkpointing': ...}"),
     (HybridStrategy, {"verify_steps": 1}, "verify_steps=1: .* pass pipeline={'verify_steps': ...}"),
 ]

@@ -6,7 +6,7 @@ import os
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from lightning_multigpu.bench.strategies.contenders import Contender
 from lightning_multigpu.bench.strategies.models import Subject, brings_batch, repeated
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.job.shared_gpus import place, rank_devices
@@ -60,15 +61,14 @@ class Turn:
 class Taken:
     """A turn of one rank: seconds of each timed step, and the figures of the strategy's meter, if it has one.
 
-    ``owns_batch`` is False where its batch is a copy of another rank's, as under a pipeline. ``devices_per_rank``
-    devices share its batch, as under ``dp``. ``memory`` has bytes by kind in the second step, where they are counted.
+    ``samples`` are those of a timed step, on average: 0 where they cannot be counted, and where the batch is a copy of
+    another rank's, as under a pipeline. ``memory`` has bytes by kind in the second step, where they are counted.
     """
 
     seconds: list[float]
     metered: dict[str, float] | None = None
     parameters: int = 0
-    owns_batch: bool = True
-    devices_per_rank: int = 1
+    samples: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)
 
 
@@ -82,13 +82,15 @@ class TakesTurns(Callback):
                                warm-up  timed   (waiting)   warm-up  timed
                                     <-1-><-2->                   <-3-><-4->
 
-    While it waits, the thread sleeps in a system call.
+    While it waits, the thread sleeps in a system call. ``batch_size`` is that of all batches; with 0 their samples are
+    counted.
     """
 
     turns: Turns
     counts_memory: bool = False
+    batch_size: int = 0
     _turn: Turn | None = None
-    _marks: list[Any] = field(default_factory=list)
+    _marks: list[tuple[Any, int]] = field(default_factory=list)
     _first_metered: int = 0
     _saved: SavedActivations | None = None
     _counting: ExitStack = field(default_factory=ExitStack)
@@ -97,8 +99,10 @@ class TakesTurns(Callback):
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         timeline = clock_of(trainer.strategy.root_device)
+        owns_batch = getattr(trainer.strategy, "owns_batch", True)
+        mark = timeline.mark(), (self.batch_size or leading_size(batch) or 0) if owns_batch else 0
         if self._turn is not None:
-            self._marks.append(timeline.mark())
+            self._marks.append(mark)
             self._note_first_metered(trainer)
             if self.counts_memory and self._saved is None:  # in the second step of the first turn, which is not counted
                 held = [p for p in pl_module.parameters() if not isinstance(p, Placeholder)]
@@ -106,18 +110,18 @@ class TakesTurns(Callback):
                 self._counting.enter_context(self._saved.counted())
             if len(self._marks) <= self._turn.warm_up + self._turn.steps:
                 return
-            timeline.wait(self._marks[-1])
-            seconds = [timeline.seconds(start, end) for start, end in pairwise(self._marks)][self._turn.warm_up :]
+            timeline.wait(mark[0])
+            steps = [*pairwise(self._marks)][self._turn.warm_up :]
+            seconds = [timeline.seconds(start, end) for (start, _), (end, _) in steps]
+            samples = fmean(size for (_, size), _ in steps)
             parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-            owns_batch = getattr(trainer.strategy, "owns_batch", True)
-            devices = getattr(trainer.strategy, "devices_per_rank", 1)
-            taken = Taken(seconds, self._metered(trainer), parameters, owns_batch, devices, self._memory)
+            taken = Taken(seconds, self._metered(trainer), parameters, samples, self._memory)
             self.turns.answer(asdict(taken))
         self._turn = self.turns.next()
         if self._turn is None:
             trainer.should_stop = True
             return
-        self._marks = [timeline.mark()]
+        self._marks = [(timeline.mark(), mark[1])]
         self._note_first_metered(trainer)
 
     @override
@@ -156,6 +160,7 @@ def serve(settings: tuple[Contender, StrategyPlan, int], seat: Seat, turns: Turn
     subject = plan.subject
     model = subject.model()
     loader: DataLoader[Any] | None = None
+    batch_size = 0
     data = None if subject.data is None else subject.data()
     if data is None and brings_batch(model):
         # One more: the last turn ends with the start of a batch that belongs to none.
@@ -165,7 +170,7 @@ def serve(settings: tuple[Contender, StrategyPlan, int], seat: Seat, turns: Turn
         batch = model.example_batch(batch_size)  # type: ignore[operator]
         ranks = 1 if contender.strategy is None or one_process else seat.placement.world_size
         loader = repeated(batch, batch_size, num_batches, ranks)
-    trainer = make_trainer(contender, plan, num_devices, seat, [TakesTurns(turns, plan.counts_memory)])
+    trainer = make_trainer(contender, plan, num_devices, seat, [TakesTurns(turns, plan.counts_memory, batch_size)])
     trainer.fit(model, train_dataloaders=loader, datamodule=data)
 
 

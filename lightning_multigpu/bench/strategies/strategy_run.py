@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from statistics import median
+from statistics import fmean, median
 
 from lightning_multigpu.bench.collectives.collective_run import OK
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
@@ -32,8 +32,8 @@ class StrategyResult:
 
     ``seconds`` are the steps of that rank, in order. ``rank_medians_s`` are the medians of all ranks. ``metered`` is
     what the strategy's own meter says of a step, on the rank that communicates longest: total_ms, hidden_ms, exposed_ms
-    and sent_bytes. ``samples_per_s`` is of all ranks together, from their medians; None where the samples of a batch
-    are not known. ``memory`` has the bytes of the rank that holds most, by kind, where the plan counts them. A row
+    and sent_bytes. ``samples`` of a step and ``samples_per_s`` are of all ranks together; 0 and None where samples
+    cannot be counted. ``memory`` has the bytes of the rank that holds most, by kind, where the plan counts them. A row
     whose status is not "ok" has a reason in place of figures.
     """
 
@@ -45,6 +45,7 @@ class StrategyResult:
     rank_medians_s: Sequence[float] = ()
     metered: dict[str, float] | None = None
     parameters: int = 0
+    samples: float = 0.0
     samples_per_s: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
 
@@ -82,9 +83,7 @@ class StrategyRun:
     devices: int | None = None
     _job: RankJob | None = None
     _out: tuple[str, str] | None = None
-    _seconds: list[list[float]] = field(default_factory=list)
-    _metered: list[list[dict[str, float] | None]] = field(default_factory=list)
-    _taken: Sequence[Taken] = ()
+    _taken: list[Sequence[Taken]] = field(default_factory=list)  # of each turn that counts, by rank
 
     def start(self, numbers: Sequence[int], more_s: float) -> None:
         """Starts the ranks, for the turns of these numbers; with others, they may take ``more_s`` longer for it."""
@@ -105,16 +104,13 @@ class StrategyRun:
             self.hosts.skip(number)
             return
         try:
-            self._taken = [Taken(**answer) for answer in self._job.answers(number)]
+            taken = [Taken(**answer) for answer in self._job.answers(number)]
         except JobError as error:
             self._job = None
             self._out = error.status, str(error)
             return
         if counts:
-            self._seconds = self._seconds or [[] for _ in self._taken]
-            for ours, taken in zip(self._seconds, self._taken, strict=True):
-                ours += taken.seconds
-            self._metered.append([taken.metered for taken in self._taken])
+            self._taken.append(taken)
 
     def end(self) -> None:
         if self._job is not None:
@@ -124,26 +120,25 @@ class StrategyRun:
     def result(self) -> StrategyResult:
         if self._out is not None:
             return StrategyResult(label=self.contender.label, status=self._out[0], reason=self._out[1])
-        spreads = [Spread.of(seconds) for seconds in self._seconds]
+        ranks = [*zip(*self._taken, strict=True)]
+        seconds = [[step_s for taken in turns for step_s in taken.seconds] for turns in ranks]
+        samples = [fmean(taken.samples for taken in turns) for turns in ranks]
+        spreads = [*map(Spread.of, seconds)]
         slowest = max(range(len(spreads)), key=lambda rank: spreads[rank].median)
-        last = zip(self._taken, spreads, strict=True)
-        steps_per_s = sum(taken.owns_batch / spread.median for taken, spread in last)
         return StrategyResult(
             label=self.contender.label,
             step_s=spreads[slowest],
-            seconds=self._seconds[slowest],
+            seconds=seconds[slowest],
             rank_medians_s=[spread.median for spread in spreads],
-            metered=self._meter_figures(),
-            parameters=self._taken[0].parameters,
-            samples_per_s=self.plan.subject.batch_size * self._taken[0].devices_per_rank * steps_per_s or None,
-            memory=max((taken.memory for taken in self._taken), key=lambda kinds: sum(kinds.values())),
+            metered=max(filter(None, map(_meter_figures, ranks)), key=lambda of: of["total_ms"], default=None),
+            parameters=ranks[0][0].parameters,
+            samples=sum(samples),
+            samples_per_s=sum(size / of.median for size, of in zip(samples, spreads, strict=True)) or None,
+            memory=max((taken.memory for taken in self._taken[-1]), key=lambda kinds: sum(kinds.values())),
         )
 
-    def _meter_figures(self) -> dict[str, float] | None:
-        """Medians over the turns, of the rank with the longest communication."""
-        by_rank: list[dict[str, float]] = []
-        for turns in zip(*self._metered, strict=True):
-            metered = [figures for figures in turns if figures is not None]
-            if metered:
-                by_rank.append({key: median(turn[key] for turn in metered) for key in metered[0]})
-        return max(by_rank, key=lambda figures: figures["total_ms"]) if by_rank else None
+
+def _meter_figures(turns: Sequence[Taken]) -> dict[str, float] | None:
+    """Medians of a rank over its turns; None without a meter."""
+    metered = [taken.metered for taken in turns if taken.metered is not None]
+    return {key: median(turn[key] for turn in metered) for key in metered[0]} if metered else None

@@ -2,37 +2,40 @@
 
 ::
 
-    wait | warmup, active: recorded | reads of values | activations | operators
+    wait | warmup, active: recorded | activations | operators | operators with stacks: reads of values
 """
 
 from __future__ import annotations
 
 import math
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.profiler import profile
 from typing_extensions import override
 
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.callbacks.probes import host_memory
-from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
-from lightning_multigpu.callbacks.profile.value_reads import ValueReads
+from lightning_multigpu.callbacks.profile.operator_trace import launches_of, operators_of, reads_of, traced
 from lightning_multigpu.callbacks.run_report import memory_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.rank_figures import LaunchQueue, ReadValues
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
 from lightning_multigpu.report.profile.profile_document import (
-    LineReads,
     MeasuredRank,
     OperatorTime,
     PhaseInterval,
@@ -83,7 +86,15 @@ class ProfiledWindow:
     """
 
     def __init__(
-        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool | None, activations: bool
+        self,
+        trainer: Trainer,
+        wait: int,
+        warmup: int,
+        active: int,
+        *,
+        operators: bool | None,
+        activations: bool,
+        trace: Path | None,
     ) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
@@ -97,7 +108,6 @@ class ProfiledWindow:
         self._exposed: list[tuple[float, float]] = []
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
-        self._reads: ValueReads | None = None
         self._activations = activations
         self._memory: dict[str, int | None] = {}
         self._limit: tuple[str, int] | None = None
@@ -105,7 +115,10 @@ class ProfiledWindow:
         # A second torch.profiler would empty the first.
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
         self._records_operators = (on_gpu if operators is None else operators) and not beside
-        self._operators = OperatorTrace(self.now)
+        self._operators: list[tuple[str, int, float, float]] = []
+        self._reads: list[ReadValues] = []
+        self._launches: LaunchQueue | None = None
+        self._trace = trace
         self._stages: StageRecord | None = None
         self.batches = 0
         self.interrupted = False
@@ -147,12 +160,6 @@ class ProfiledWindow:
                 else:
                     self._counted.append((begin_s, start_s, self.batches))
         self._complete(trainer)
-        self.interrupted = True
-        while self.interrupted:  # it counted a validation as well
-            reads = ValueReads()
-            with reads.watched():
-                yield
-        self._reads = reads
         if self._activations:
             module = trainer.lightning_module
             saved = SavedActivations([*module.parameters(), *module.buffers()])
@@ -160,14 +167,27 @@ class ProfiledWindow:
                 yield
             self._memory["activations_bytes"] = saved.peak_bytes
         if self._records_operators:
-            self._operators.start()
-            try:
+            with traced(self._write, with_stack=False):
                 yield
-            finally:
-                self._operators.stop()
+            # Stacks make the host slower, so that it would not be ahead of its GPU.
+            with traced(lambda recorded: self._reads.extend(reads_of(recorded)), with_stack=True):
+                yield
+
+    def _write(self, recorded: profile) -> None:
+        """Keeps the operators of a step, and writes its trace."""
+        self._operators = operators_of(recorded)
+        with tempfile.TemporaryDirectory() as directory:
+            path = self._trace or Path(directory) / "trace.json.gz"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                recorded.export_chrome_trace(str(path))
+                self._launches = launches_of(path)
+            except (OSError, ValueError) as error:  # training goes on: no room, or half a file
+                rank_zero_warn(f"the trace of a step was not written: {error}")
+                self._trace = None
 
     def told(self) -> dict[str, Any]:
-        """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators beside it."""
+        """A :class:`.MeasuredRank` as JSON, on its own clock."""
         spans = [] if self._recorder is None else self._recorder.spans
         hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
         measured = MeasuredRank(
@@ -179,16 +199,18 @@ class ProfiledWindow:
             data_workers=self._workers,
             clock_offset_s=self.now() - time.time(),
             callbacks_s=medians(hooks),
-            operators=[OperatorTime(*each) for each in self._operators.most],
-            reads=[] if self._reads is None else [LineReads(*each) for each in self._reads.most()],
+            operators=[OperatorTime(*each) for each in self._operators],
+            reads=self._reads,
             steps=[self._step(spans, *counted) for counted in self._counted],
             stages=self._stages,
             is_metered=self._meter is not None,
             memory=self._memory or None,
             limit=self._limit,
-            launches=self._operators.launches,
+            launches=self._launches,
+            trace=str(self._trace) if self._operators and self._trace else None,
         )
-        return {**as_json(measured), "events": self._operators.events}
+        found: dict[str, Any] = as_json(measured)
+        return found
 
     def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
         within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]

@@ -18,7 +18,6 @@ from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.report import document
 from lightning_multigpu.report.profile import (
-    chrome_trace,
     profile_document,
     profile_of_ranks,
     profile_page,
@@ -35,17 +34,18 @@ class ProfilerReport(SilentMonitors):
     At the end of training rank 0 prints the phases of a step for each rank (see
     :mod:`lightning_multigpu.planning.step_phases`), and the diagnosis: each reason for long steps with its evidence,
     its remedy, and the predicted step time with that remedy, the largest saving first. A saving below 5 % of a step is
-    not shown. The same is written to ``report.html``, a page with pictures, to ``profile.json`` (see
-    :class:`~lightning_multigpu.report.profile.profile_document.ProfileDocument`), and as a timeline of all ranks to
-    ``profile_trace.json``, for https://ui.perfetto.dev or ``chrome://tracing``; all in ``trainer.log_dir``, else
+    not shown. The same is written to ``report.html``, a page with pictures, and to ``profile.json`` (see
+    :class:`~lightning_multigpu.report.profile.profile_document.ProfileDocument`), both in ``trainer.log_dir``, else
     ``trainer.default_root_dir``.
 
     The window is counted in optimizer steps: first ``wait`` steps, then ``warmup`` steps that are recorded but not
     counted, then ``active`` steps that are counted. Steps with a validation or the end of an epoch in them are
-    replaced by later ones. In one further step, reads of tensors' values are counted; with ``activations``, the
-    activations that autograd keeps for backward are counted in another one; with ``operators``, and on GPUs, torch's
-    profiler records the operators of another one. Throughput, utilization and memory in use are those of the whole
-    run, from the Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or from silent ones.
+    replaced by later ones. With ``activations``, the activations that autograd keeps for backward are counted in one
+    further step. With ``operators``, and on GPUs, torch's profiler records two further steps: each rank writes the
+    trace of the first, ``trace_rank0.json.gz`` and so on, for https://ui.perfetto.dev, which opens several at once; the
+    second one shows which functions wait for values of tensors. Throughput, utilization and memory in use are those of
+    the whole run, from the Trainer's :class:`ThroughputMonitor` and :class:`DeviceUtilizationMonitor`, or from silent
+    ones.
 
     Of several in one Trainer, only the first one profiles: two windows would count each other's measuring.
 
@@ -53,15 +53,15 @@ class ProfilerReport(SilentMonitors):
     take longer: keep its schedule apart from the window.
 
     The figures come from the actions that Lightning reports to its profiler, which still receives them, from the
-    strategy's meter and the record of a pipeline's stages. Tracks of several hosts are as well aligned as the hosts'
-    clocks. On GPUs the phases are those of the host, which runs ahead of the device.
+    strategy's meter and the record of a pipeline's stages. On GPUs the phases are those of the host, which runs ahead
+    of the device.
 
     Args:
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
         warmup: steps at its beginning that are not counted.
         active: steps that are counted.
-        operators: whether one step is recorded by torch's profiler, whose first start takes seconds. None: on GPUs,
-            where it tells whether the host runs ahead of its GPU.
+        operators: whether two steps are recorded by torch's profiler, whose first start takes seconds. None: on GPUs,
+            where it tells whether the host runs ahead of its GPU, and what makes it wait.
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
             hooks count them: ``torch.func.grad`` and related functions raise an error under such hooks, and compiled
             layers may be compiled once more.
@@ -106,6 +106,7 @@ class ProfilerReport(SilentMonitors):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._monitors = (self.monitor(trainer, ThroughputMonitor), self.monitor(trainer, DeviceUtilizationMonitor))
         self._servers, self._gathered = None, None
+        self._directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -114,8 +115,15 @@ class ProfilerReport(SilentMonitors):
             rank_zero_warn("of several ProfilerReports in a Trainer only the first one profiles; leave the rest out")
             return
         self._step = trainer.global_step
+        writes = self._write_files and not is_fast_dev_run(trainer) and "://" not in self._directory
         window = ProfiledWindow(
-            trainer, self._wait, self._warmup, self._active, operators=self._operators, activations=self._activations
+            trainer,
+            self._wait,
+            self._warmup,
+            self._active,
+            operators=self._operators,
+            activations=self._activations,
+            trace=Path(self._directory) / f"trace_rank{trainer.global_rank}.json.gz" if writes else None,
         )
         self._window = window
         if isinstance(trainer.strategy, MultiGPUStrategy):
@@ -158,7 +166,6 @@ class ProfilerReport(SilentMonitors):
             return
         told: list[dict[str, Any]]
         told = gather(trainer, self._told(self._window)) if self._gathered is None else self._gathered
-        directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         self._window = None
         if not trainer.is_global_zero:
             return
@@ -179,13 +186,11 @@ class ProfilerReport(SilentMonitors):
         if self._print_report:
             print(profile_text.text(profile))
         if self._write_files and not is_fast_dev_run(trainer):
-            trace = chrome_trace.trace(profile, [of_rank["events"] for of_rank in told])
             files = {
                 profile_page.FILE_NAME: profile_page.page(profile).encode(),
                 profile_document.FILE_NAME: document.encoded(self.profile, indent=None),
-                chrome_trace.FILE_NAME: document.encoded(trace, indent=None),
             }
-            written = self.write_files("profile", directory, files, prints=self._print_report)
+            written = self.write_files("profile", self._directory, files, prints=self._print_report)
             self.page_path, self.path = [*written, None, None][:2]
 
     @override

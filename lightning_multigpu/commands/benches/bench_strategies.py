@@ -20,9 +20,11 @@ not. ::
           "step_ms": {"median", "p25", "p75", "min", "max": number, "count": int} or null,
                                                              on the rank whose median is the longest
           "rank_median_step_ms": [number],                   of every rank
-          "ratio": number or null,                           median step over that of the baseline
-          "communication_cost_ms": number or null,           median step less that of "no communication"
-          "communication_cost_ratio": number or null,        over that of the baseline
+          "ratio": number or null,                           median step over that of the baseline for as many samples
+          "communication_cost_ms": number or null,           median step less that of "no communication", as above; not
+                                                             less than 0
+          "communication_cost_spread_ms": number or null,    half of the distance of the quartiles of both steps
+          "communication_cost_ratio": number or null,        over that of the baseline for as many samples
           "metered": {"total_ms", "hidden_ms", "exposed_ms", "sent_bytes": number} or null,
                                                              medians of a step by the strategy's own meter
           "samples_per_s": number or null                    of all ranks together, from their median steps
@@ -49,9 +51,13 @@ from rich.progress import Progress
 
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.benches.bench_options import add_common_options, check_device, started, write_json
-from lightning_multigpu.commands.early_checks import check_strategy
-from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
-from lightning_multigpu.commands.settings import load
+from lightning_multigpu.commands.option_parser import (
+    OptionParser,
+    check_directories,
+    number,
+    settings_in,
+    strategies_of,
+)
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.report.schema import attributes
 
@@ -109,7 +115,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
     print(
         f"# {settings['model']}: {settings['parameters']:,} parameters, batch {batch} a rank; "
         f"{plan.repetitions} x {plan.steps} steps after {plan.warm_up} each; medians on the slowest rank\n"
-        f"# ratio: to {baseline}; communication cost: step less the step without communication\n"
+        f"# ratio: to {baseline}; cost: step less the step without communication; both for as many samples\n"
         "# samples: of all ranks; under async_ps a step is one rank's own, and an update: compare samples, not steps"
     )
     print("\n".join(table.lines()), flush=True)
@@ -121,8 +127,6 @@ def _check_names(options: argparse.Namespace) -> None:
     """Checks what needs no import of the classes."""
     if options.config is not None and (options.model is not None or options.data is not None):
         raise UsageError("--config has a model and its data: leave --model and --data out, or it")
-    for strategy in options.strategies:
-        check_strategy(strategy.partition(":")[0])
     if options.model is not None and options.model not in MODEL_NAMES and "." not in options.model:
         raise UsageError(
             f"--model={options.model}: pass one of {', '.join(MODEL_NAMES)}, or the class of yours as package.Class"
@@ -134,7 +138,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     of = "--"
     settings: Mapping[str, Any] = {"model": options.model or MODEL_NAMES[0], "data": options.data}
     if options.config is not None:
-        of, settings = f"--config={options.config}: ", load(options.config)
+        of, settings = f"--config={options.config}: ", settings_in(options.config)
         if "model" not in settings:
             raise UsageError(f"{of}it has no 'model'")
         if "optimizer" in settings:

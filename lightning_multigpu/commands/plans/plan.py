@@ -11,9 +11,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_multigpu.commands.early_checks import check_strategy, checked_settings
-from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number, strategies_of
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.registry import STRATEGIES
 
 _FORMATS = (".svg", ".png", ".pdf")
 _EXAMPLE = ["--preset", "--batch", "--nodes", "--devices", "--strategies", "--link-gbit", "--picture", "--json"]
@@ -48,10 +48,10 @@ def run(name: str, arguments: Sequence[str]) -> int:
     check_directories(options, "json", "picture", "write")
     if options.picture is not None:
         _check_picture(options.picture)
-    options.strategies = options.strategies and strategies_of(options.strategies)
-    for strategy in options.strategies or ():
-        check_strategy(strategy.partition(":")[0])
-    checked_settings("fit", rest, also=[flag.removeprefix("--") for flag in flags])
+    if options.strategies is not None:
+        options.strategies = strategies_of(options.strategies)
+        names = [each.partition(":")[0] for each in options.strategies]
+        names_of("strategies", names, [row.name for row in STRATEGIES])
     module = "scaling_cli" if options.example is None else "example_cli"
     status: int = import_module(f"lightning_multigpu.commands.plans.{module}").run(rest, options)
     return status

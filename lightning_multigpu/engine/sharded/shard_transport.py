@@ -13,8 +13,6 @@ FairScale 0.4.13 fails on torch 2.13 in these cases, which :class:`_Shards` hand
 
 - A group that is added after layers were unfrozen gives all parameters new owners, which lack their states.
 - Parameters of several dtypes fail an assertion.
-- ``broadcast_fp16`` rounds the owner's weights in every step, so that small updates are lost, and makes float64
-  parameters float32.
 
 Sources: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; OSS of
 FairScale 0.4.13.
@@ -31,7 +29,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fairscale.nn.misc import ParamBucket
 from fairscale.optim import OSS
 from torch import Tensor
 from torch.nn import Parameter
@@ -39,6 +36,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import PartialState
 from lightning_multigpu.placement.owned_part import OwnedPart
 from lightning_multigpu.placement.owned_step import Update
@@ -66,25 +64,17 @@ class ShardTransport:
     Args:
         optimizer: of a module that is the same on all ranks.
         group: the ranks; its meter records every broadcast.
-        broadcast_dtype: the dtype in which new values travel; None for the parameters' own.
+        bucket_bytes: smaller parameters of one owner travel together, in messages of at least these bytes.
         offload: keep states in the host's memory, and update a copy of this rank's parameters there.
     """
 
     pushes_early = False
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: MeteredGroup,
-        *,
-        broadcast_dtype: torch.dtype | None = None,
-        offload: bool = False,
-    ) -> None:
+    def __init__(self, optimizer: Optimizer, group: MeteredGroup, bucket_bytes: int, *, offload: bool = False) -> None:
         self.part = OwnedPart(optimizer)
         self.load, self.change = self.part.load_whole, self.part.take_states
         self.shards = _Shards(optimizer, group)
-        self._optimizer, self._group = optimizer, group
-        self._broadcast_dtype, self._offload = broadcast_dtype, offload
+        self._optimizer, self._group, self._bucket_bytes, self._offload = optimizer, group, bucket_bytes, offload
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates the parameter."""
@@ -109,11 +99,32 @@ class ShardTransport:
     def close(self) -> None:
         """Does nothing: OSS has no hooks."""
 
-    def share_values_of(self, parameters: Iterable[Tensor]) -> None:
-        """Gives every rank the owners' values of these parameters, which may be frozen; a collective."""
+    @torch.no_grad()
+    def share_values(self, parameters: Iterable[Tensor]) -> None:
+        """Gives every rank the owners' values of these parameters; a collective."""
+        group, under_way = self._group, []
+        of_ranks: list[list[Tensor]] = [[] for _ in group.ranks]
         for parameter in parameters:
-            source = self._group.ranks[self.shards.owners[parameter]]
-            self._group.broadcast_tensors([parameter.detach()], src=source)
+            of_ranks[self.shards.owners[parameter]].append(parameter.detach())
+        for owner, values in enumerate(of_ranks):
+            large = [[value] for value in values if value.nbytes >= self._bucket_bytes]
+            small = alike((v for v in values if v.nbytes < self._bucket_bytes), full_bytes=self._bucket_bytes)
+            for members in [*large, *small]:
+                flat = torch.cat([v.reshape(-1) for v in members]) if len(members) > 1 else members[0].contiguous()
+                sent_bytes = flat.nbytes if owner == group.rank and group.size > 1 else 0
+                transfer = group.begin(
+                    "broadcast", flat.nbytes, sent_bytes=sent_bytes, blocking=True, on_stream=flat.is_cuda
+                )
+                work: Any = dist.broadcast(flat, group.ranks[owner], group=group.group, async_op=True)
+                under_way.append((members, flat, work, transfer))
+        for members, flat, work, transfer in under_way:
+            with transfer:
+                work.wait()
+            if flat is not members[0]:
+                for value, part in zip(
+                    members, flat.view(-1).split_with_sizes([v.numel() for v in members]), strict=True
+                ):
+                    value.copy_(part.view_as(value))
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
         self.shards.follow(self._optimizer)
@@ -126,20 +137,15 @@ class ShardTransport:
             self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one
         self.part.take_states({key: state for key, state in given.items() if not isinstance(key, Tensor)})
 
-    def average(self, num_changed: int) -> bool:
-        """Does nothing: backward has averaged the gradients of this rank's parameters."""
-        return True
-
     def step(self, update: Update) -> None:
         """Updates this rank's parameters, and broadcasts their values."""
         part = self.part
-        self.shards.take_assigned()
         part.read(part.pieces)
         pieces = {value: parameter.grad for parameter, (value, _) in part.pieces.items() if value is not parameter}
         gradients = {value: gradient.to("cpu") for value, gradient in pieces.items() if gradient is not None}
         part.update(part.held(), gradients, **update.options)
         part.write()
-        self.shards.broadcast(self._broadcast_dtype)
+        self.share_values(parameter for parameter in self.shards.owners if parameter.requires_grad)
 
     def states(self) -> dict[int, Any]:
         """The states of this rank's parameters."""
@@ -148,7 +154,7 @@ class ShardTransport:
 
 
 class _Shards(OSS):  # type: ignore[misc]  # without annotations
-    """OSS around an optimizer object instead of a class; the groups are the optimizer's own.
+    """OSS around an optimizer object instead of a class; parameters stay tensors of their own.
 
     Attributes:
         owners: the rank of each parameter, which never changes. As in OSS, a new parameter goes to the rank with the
@@ -156,12 +162,9 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
     """
 
     _partition_parameters: list[list[dict[str, Any]]]
-    buckets: dict[Any, dict[int, Any]]
 
     def __init__(self, optimizer: Optimizer, group: MeteredGroup) -> None:
         self.owners: dict[Tensor, int] = {}
-        self._flat: list[tuple[Any, ...]] = []
-        self._metered_group = group
         with quiet():
             super().__init__(
                 _filled(optimizer), optim=lambda groups: SimpleNamespace(param_groups=groups), group=group.group
@@ -173,7 +176,7 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
         if any(p not in self.owners for group in self.param_groups for p in group["params"]):
             with quiet():
                 self._clear_cache()
-                self.refresh_trainable()
+                self.partition_parameters()
 
     def partition_parameters(self) -> list[list[dict[str, Any]]]:
         if not self._partition_parameters:
@@ -190,64 +193,7 @@ class _Shards(OSS):  # type: ignore[misc]  # without annotations
         return self._partition_parameters
 
     def _setup_flat_buffers(self) -> None:
-        """Makes the trained parameters of each rank and dtype views of one flat tensor."""
-        trained: dict[Any, dict[int, list[Tensor]]] = {}
-        for device, of_ranks in self._per_device_params.items():
-            for rank, parameters in enumerate(of_ranks):
-                for parameter in parameters:
-                    if parameter.requires_grad:
-                        trained.setdefault((device, parameter.dtype), {}).setdefault(rank, []).append(parameter)
-        flat = [
-            (kind, rank, *map(id, parameters))
-            for kind, of_ranks in trained.items()
-            for rank, parameters in of_ranks.items()
-        ]
-        if flat == self._flat:
-            return
-        self._flat = flat
-        for parameter in self.owners:
-            if not parameter.requires_grad:  # else it would keep the old flat tensor alive
-                parameter.data = parameter.data.detach().clone()
-        self.buckets = {}
-        for (device, dtype), of_ranks in trained.items():
-            self.buckets[device, dtype] = {}
-            for rank, parameters in of_ranks.items():
-                bucket = ParamBucket(sum(p.numel() for p in parameters), dtype, device)
-                for parameter in parameters:
-                    bucket.add_param(parameter)
-                self.buckets[device, dtype][rank] = bucket
-
-    def take_assigned(self) -> None:
-        """Copies values that code has assigned to ``parameter.data`` into the flat tensors, of which it was a view."""
-        for of_ranks in self.buckets.values():
-            for bucket in of_ranks.values():
-                start = 0
-                for parameter in bucket._params:
-                    view = bucket.buffer[start : start + parameter.numel()].view_as(parameter)
-                    start += parameter.numel()
-                    if parameter.data_ptr() != view.data_ptr():
-                        view.copy_(parameter.detach())
-                        parameter.data = view
-
-    @torch.no_grad()
-    def broadcast(self, dtype: torch.dtype | None) -> None:
-        """Copies each rank's parameters to all ranks; ``dtype`` rounds them, except on their own rank."""
-        under_way = []
-        for of_ranks in self.buckets.values():
-            for rank, bucket in of_ranks.items():
-                rounds = dtype is not None and bucket.buffer.is_floating_point()
-                values = bucket.buffer.to(dtype) if rounds else bucket.buffer
-                sent_bytes = values.nbytes if rank == self.rank and self.world_size > 1 else 0
-                transfer = self._metered_group.begin(
-                    "broadcast", values.nbytes, sent_bytes=sent_bytes, blocking=True, on_stream=values.is_cuda
-                )
-                work = dist.broadcast(values, self._local_to_global_rank[rank], group=self.group, async_op=True)
-                under_way.append((rank, bucket, values, work, transfer))
-        for rank, bucket, values, work, transfer in under_way:
-            with transfer:
-                work.wait()
-            if rank != self.rank and values is not bucket.buffer:
-                bucket.buffer.copy_(values)
+        """OSS would make parameters views of a flat tensor, which code that assigns to ``parameter.data`` leaves."""
 
 
 def _filled(optimizer: Optimizer) -> list[dict[str, Any]]:

@@ -10,9 +10,7 @@ communicates once in forward and once in backward (Shoeybi et al., Megatron-LM, 
 
     dx <--- sum of what both ranks compute                                     <--- d out    backward
 
-What lies between is a :class:`.SplitTensor`. Activations outside of the block may be split along the sequence
-(Korthikanti et al., 2022): an all-gather then stands at the beginning, and a reduce-scatter at the end, with
-``sequence_part_dim``.
+What lies between is a :class:`.SplitTensor`.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from typing_extensions import override
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, whole_size
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, entered, local, own_of, whole
-from lightning_multigpu.engine.tensor_split.tensor_group import Bounds, TensorGroup
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -116,17 +114,9 @@ def _convert(linear: nn.Module, split: Any) -> Any:
 
 
 class BlockInput:
-    """The input that several column layers of a block have in common: its gradient is summed once for all.
+    """The input (..., in) that several column layers of a block have in common: its gradient is summed once for all.
 
-    ============  =========================  ===============================  =====================
-    input         on each rank               column layers get                collectives
-    ============  =========================  ===============================  =====================
-    whole         (..., in)                  (..., in)                        backward: all-reduce
-    part          (..., length / N, ..., in) (..., length, ..., in)           forward: all-gather,
-                                                                              backward: reduce-scatter
-    ============  =========================  ===============================  =====================
-
-    After Shoeybi et al., Megatron-LM (2019), section 3 (f), and Korthikanti et al. (2022), section 4.2.2 (g).
+    After Shoeybi et al., Megatron-LM (2019), section 3 (f).
     """
 
     def __init__(self, group: TensorGroup, name: str, last: Any) -> None:
@@ -156,7 +146,7 @@ class ColumnSplitLinear(SplitLayer, nn.Linear):
     ============  ===========================  ==========================================================
 
     The gradient of the weight is computed beside the all-reduce of the input's. The output is a :class:`.SplitTensor`
-    of the shape (..., out). A rank holds (..., sequence / N, ..., in) of a part of a sequence, which is gathered.
+    of the shape (..., out).
 
     A fused projection of queries, keys and values is one layer with ``sections`` and with the size of a head as
     ``unit``: each rank has the queries, keys and values of its heads. Separate projections are three layers with that
@@ -220,14 +210,7 @@ class RowSplitLinear(SplitLayer, nn.Linear):
 
     The input is the :class:`.SplitTensor` of a column layer; of a whole one each rank takes its part. After Shoeybi et
     al., Megatron-LM (2019), section 3.
-
-    Attributes:
-        sequence_part_dim: the dimension along which the output is split over the ranks: a rank then holds (...,
-            sequence / N, ..., out), and gets the gradient of all. None for a whole output. After Korthikanti et al.
-            (2022).
     """
-
-    sequence_part_dim: int | None = None
 
     @classmethod
     def of(cls, linear: nn.Module, group: TensorGroup, *, unit: int = 1, name: str = "") -> RowSplitLinear:
@@ -250,11 +233,7 @@ class RowSplitLinear(SplitLayer, nn.Linear):
     @override
     def forward(self, input: Tensor) -> Any:
         rows = F.linear(self._own_input(input), self._out_in())
-        dim, (_, group, name) = self.sequence_part_dim, self.part_layout
-        output = summed(rows, group, name, bias=local(self.bias), sequence_dim=dim)
-        if dim is None:
-            return output
-        return SplitTensor.of(output, sequence_placement(dim, rows.shape[dim], group, name))
+        return summed(rows, self.part_layout.group, self.part_layout.layer, bias=local(self.bias))
 
     def _own_input(self, input: Tensor) -> Tensor:
         split, group, name = placed = self.part_layout.at(input.dim() - 1)
@@ -316,63 +295,31 @@ class VocabSplitEmbedding(SplitLayer, nn.Embedding):
         return summed(rows, group, name)
 
 
-def sequence_placement(dim: int, length: int, group: TensorGroup, name: str) -> PartLayout:
-    """The placement of a sequence whose parts are as even as can be."""
-    ranges = tuple(((a, b),) if a < b else () for a, b in group.bounds(length))
-    return PartLayout(ParameterSplit(dim, ranges), group, name)
-
-
-def is_sequence(input: Any) -> bool:
-    """Whether an input is a part along a sequence, of consecutive entries of each rank."""
-    if not isinstance(input, SplitTensor) or input.placed.split.dim == input.dim() - 1:
-        return False
-    split, group, name = input.placed
-    return split == sequence_placement(split.dim, split.whole_size, group, name).split
-
-
 def enter(input: Tensor, group: TensorGroup, name: str) -> Tensor:
-    """The whole input; in backward its gradient is summed over the ranks, and a part gets its part of that.
-
-    ``input`` is (..., in), the same on every rank, or a :class:`.SplitTensor` of a sequence.
-    """
-    if not is_sequence(input):
-        (tensor,) = _cast(whole(input))
-        return entered(tensor, group, name)
-    split = input.placed.split  # type: ignore[attr-defined]
-    (part,) = _cast(local(input))
-    bounds = group.bounds(split.whole_size)
-    return _GatherSequence.apply(part, group, split.dim, bounds, name)  # type: ignore[no-untyped-call, no-any-return]
+    """The whole input (..., in), in autocast's dtype; in backward its gradient is summed over the ranks."""
+    (tensor,) = _cast(whole(input))
+    return entered(tensor, group, name)
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, placed: PartLayout) -> Tensor:
     """``F.linear`` with this rank's rows of a weight (out / N, in); the gradient of the input is summed over the ranks.
 
     Args:
-        input: (..., in), the same on every rank, or a part of a sequence.
+        input: (..., in), the same on every rank.
         weight: (out / N, in).
         bias: (out / N), or None.
         placed: the ranks, and the name in the meter.
     """
-    if is_sequence(input):
-        return F.linear(enter(input, placed.group, placed.layer), weight, bias)
     return _ColumnLinear.apply(*_cast(whole(input), weight, bias), placed)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def summed(
-    tensor: Tensor,
-    group: TensorGroup,
-    name: str,
-    *,
-    bias: Tensor | None = None,
-    sequence_dim: int | None = None,
-) -> Tensor:
+def summed(tensor: Tensor, group: TensorGroup, name: str, *, bias: Tensor | None = None) -> Tensor:
     """The sum over the ranks of what each has computed, which may be overwritten; the same bias is added on all.
 
-    All ranks have to compute the same with the sum: its gradient is then the gradient of each rank's tensor. With
-    ``sequence_dim`` each rank gets its part of the sum along that dimension, and the gradient is gathered. The function
-    g of Shoeybi et al., Megatron-LM (2019), section 3.
+    All ranks have to compute the same with the sum: its gradient is then the gradient of each rank's tensor. The
+    function g of Shoeybi et al., Megatron-LM (2019), section 3.
     """
-    return _Sum.apply(tensor, bias, group, name, sequence_dim)  # type: ignore[no-untyped-call, no-any-return]
+    return _Sum.apply(tensor, bias, group, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def _cast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -411,38 +358,14 @@ class _ColumnLinear(Function):
 
 class _Sum(Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, bias: Tensor | None, group: TensorGroup, name: str, sequence_dim: int | None
-    ) -> Tensor:
-        ctx.group, ctx.layer_name, ctx.dim = group, name, sequence_dim
-        partial = tensor.detach().contiguous()
-        if sequence_dim is None:
-            total = group.all_reduce(partial, name)
-        else:
-            ctx.bounds = group.bounds(partial.shape[sequence_dim])
-            total = group.reduce_scatter(partial, sequence_dim, ctx.bounds, name)
+    def forward(ctx: Any, tensor: Tensor, bias: Tensor | None, group: TensorGroup, name: str) -> Tensor:
+        total = group.all_reduce(tensor.detach().contiguous(), name)
         return total if bias is None else total.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        if ctx.dim is not None:
-            gradient = ctx.group.all_gather(gradient, ctx.dim, ctx.bounds, ctx.layer_name)
-        of_bias = _rows(gradient).sum(0) if ctx.needs_input_grad[1] else None
-        return gradient, of_bias, None, None, None
-
-
-class _GatherSequence(Function):
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, group: TensorGroup, dim: int, bounds: Bounds, name: str) -> Tensor:
-        ctx.group, ctx.dim, ctx.bounds, ctx.layer_name = group, dim, bounds, name
-        return group.all_gather(input, dim, bounds, name).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        of_part = ctx.group.reduce_scatter(gradient.clone(), ctx.dim, ctx.bounds, ctx.layer_name)
-        return of_part, None, None, None, None
+        return gradient, _rows(gradient).sum(0) if ctx.needs_input_grad[1] else None, None, None
 
 
 def _rows(tensor: Tensor) -> Tensor:

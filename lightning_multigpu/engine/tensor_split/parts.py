@@ -90,6 +90,8 @@ class SplitTensor(Tensor):
     """Parts that all ranks make have the same order by their numbers."""
     source: Tensor
     """Of a gradient: the parameter's own, whose values an assignment replaces, as Module.to does."""
+    shown: Callable[[], Any]
+    """Of a parameter: returns its gradient that code has got, while that lives."""
 
     @classmethod
     def of(cls, local: Tensor, placed: PartLayout | None) -> Any:
@@ -117,6 +119,12 @@ class SplitTensor(Tensor):
         """Writes the whole tensor: a collective."""
         whole = _Gathering(SplitTensor.__reduce_ex__).whole(self).detach()
         return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def set_(self, *args: Any) -> Any:
+        """As torch's own, the one method that torch does not pass on to ``__torch_function__``."""
+        if torch._C._is_torch_function_enabled():
+            return self.__torch_function__(Tensor.set_, (type(self),), (self, *args))
+        return Tensor.set_(self, *args)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +166,7 @@ update_together(SplitParameter)
 
 
 _NUMBERS = count()
-_OURS = ("placed", "gathered_views", "number", "source")
+_OURS = ("placed", "gathered_views", "number", "source", "shown")
 
 
 def _users_attributes(parameter: Tensor) -> dict[str, Any]:

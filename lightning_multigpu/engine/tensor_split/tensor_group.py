@@ -78,11 +78,10 @@ class TensorGroup:
     ==============  ======================  ======================================================
     all_reduce      (...), overwritten      (...), the sum on all; 2 (N - 1) / N
     all_gather      (..., length / N, ...)  (..., length, ...) on all; (N - 1) / N
-    reduce_scatter  (..., length, ...)      (..., length / N, ...), a part of the sum; (N - 1) / N
     ==============  ======================  ======================================================
 
-    Through shared memory nothing is sent, and Gloo makes an all-reduce of a reduce-scatter. The meter counts the bytes
-    of the whole tensors. Communication in a ring: Patarasuk and Yuan (2009).
+    Through shared memory nothing is sent. The meter counts the bytes of the whole tensors. Communication in a ring:
+    Patarasuk and Yuan (2009).
 
     Args:
         group: the ranks, 2 or more.
@@ -252,32 +251,6 @@ class TensorGroup:
                 for (a, b), part in zip(bounds, parts, strict=True):
                     whole[a:b] = part[: b - a]
         return whole.movedim(0, dim)
-
-    def reduce_scatter(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
-        """This rank's part of the sum over all ranks, contiguous.
-
-        Args:
-            tensor: whole; the same shape on every rank. It may be overwritten.
-            dim: along which the sum is cut into parts.
-            bounds: of the parts.
-        """
-        whole = tensor.detach().movedim(dim, 0).contiguous()
-        row = whole[0].numel()
-        start, stop = bounds[self.rank]
-        self._observe("reduce_scatter", whole, name)
-        if self._is_silent(tensor):
-            return whole[start:stop].movedim(0, dim).contiguous()
-        shared = self._shared_for(tensor)
-        with self._begin("reduce_scatter", whole, name, blocking=True):
-            if shared is not None:
-                shared.reduce_scatter(whole, bounds=[(a * row, b * row) for a, b in bounds])
-            elif self._is_nccl and len({b - a for a, b in bounds}) == 1:
-                own = whole.new_empty(stop - start, *whole.shape[1:])
-                dist.reduce_scatter_tensor(own, whole, group=self.group)
-                return own.movedim(0, dim).contiguous()
-            else:  # Gloo has no other
-                dist.all_reduce(whole, group=self.group)
-        return whole[start:stop].movedim(0, dim).contiguous()
 
     def abort(self) -> None:
         """Makes ranks raise that wait for each other in shared memory; any thread may call it."""

@@ -24,7 +24,6 @@ from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import user_line, whole
-from lightning_multigpu.engine.tensor_split.sequence_region import DIMS, SequenceRegion, layer_lists
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import BlockTraffic, Direction, SplitBlocks
 
@@ -120,29 +119,14 @@ def error_of_users(error: Exception) -> str:
 class Trials:
     """Splits the blocks of a module in which a step computes on parts; a collective of all ranks.
 
-    Args:
-        sequence_split: split activations between blocks along the sequence.
-        keeps_whole: why activations stay whole in a list of layers, by its name; None if they may be split.
-
     Attributes:
-        regions: layers between whose blocks activations are split along the sequence.
-        notes: about ``sequence_split``, for the user.
         traffic: of a step with all blocks that are split.
     """
 
-    def __init__(
-        self,
-        step: TracelessStep,
-        *,
-        sequence_split: bool = False,
-        keeps_whole: Callable[[str], str | None] = lambda name: None,
-    ) -> None:
+    def __init__(self, step: TracelessStep) -> None:
         self._step, self._module, self._group = step, step.module, step.group
-        self._sequence_split, self._keeps_whole = sequence_split, keeps_whole
         self.split: list[tuple[Block, Applied]] = []
         self.left: list[Left] = []
-        self.regions: list[SequenceRegion] = []
-        self.notes: list[str] = []
         self.traffic: list[Sent] = []
 
     def run(self, *searches: Callable[[dict[str, int]], list[Block]]) -> None:
@@ -164,8 +148,6 @@ class Trials:
                     by_kind.setdefault(block.kind, []).append(block)
                 for blocks in by_kind.values():
                     self._split(blocks)
-            if self._sequence_split:
-                self._split_sequences()
             if self.split:
                 self._compute()
 
@@ -218,27 +200,6 @@ class Trials:
             each.undo()
         return [] if problem else applied, problem
 
-    def _split_sequences(self) -> None:
-        """Splits activations in lists of layers along dimension 1, or 0, where the step then gathers no more."""
-        before, _ = self._compute()
-        for found in layer_lists(self._module, self.split):
-            if any(found.name.startswith(f"{region.name}.") for region in self.regions):
-                continue
-            activations = f"activations between the blocks of {found.name}"
-            problems = list(filter(None, [self._keeps_whole(found.name)]))
-            for dim in () if problems else DIMS:
-                region = SequenceRegion(self._module, found, self._group, dim=dim)
-                gathered, error = self._compute()
-                problem = error or next((text for name, text in gathered.items() if name not in before), "")
-                if not problem:
-                    self.regions.append(region)
-                    self.notes.append(f"{activations} are split along dimension {dim}")
-                    break
-                region.undo()
-                problems.append(problem)
-            else:
-                self.notes.append(f"{activations} stay whole ({problems[0]})")
-
     def _compute(self) -> tuple[dict[str, str], str]:
         """What a step gathers of which layer, as in training and in evaluation, and the error that it raises."""
         self.traffic = []
@@ -281,13 +242,10 @@ def _row(module: Module, blocks: Sequence[Block], traffic: Sequence[Sent], num_r
     parameters = {p for block in blocks for name in block.roles for p in parts[name].parameters()}
     block = blocks[0]
     found: dict[tuple[Direction, str], list[int]] = {}
-    output = 0
     for each in traffic:
         name = each.layer.partition(" ")[0]
         if any(name == layer or name.startswith(f"{layer}.") for layer in block.roles):
             found.setdefault((each.direction, each.operation), []).append(each.size_bytes)
-        if each.direction == "forward" and block.roles.get(each.layer) in ("row", "vocab", "attention"):
-            output = each.size_bytes
     return SplitBlocks(
         block.shape,
         block.kind,
@@ -298,7 +256,6 @@ def _row(module: Module, blocks: Sequence[Block], traffic: Sequence[Sent], num_r
             BlockTraffic(direction, operation, len(sizes), sum(sizes), sent_share(operation, num_ranks) * sum(sizes))
             for (direction, operation), sizes in found.items()
         ],
-        output,
     )
 
 

@@ -53,15 +53,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
         if not self.cluster_environment.creates_processes_externally:
             guardian = start_guardian(self._run)
             self._start_ranks(guardian)
-            children = dict(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
-            _STARTED.update(children)
-            for rank, child in children.items():
-                guardian.started(rank, child.pid)
+            _STARTED.update(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
         else:
             self._check_started()
-            watch.earlier_children = children = dict(_STARTED)
         try:
-            self._joining.begin(self._run, guardian=guardian)
+            self._joining.begin(
+                self._run, guardian=guardian, started={rank: each.pid for rank, each in _STARTED.items()}
+            )
         except RuntimeError as error:
             note_refusal(error, f"rank {self._run.rank}")
             raise
@@ -75,8 +73,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             if watch.client is not None and watch.asks_to_show(self._run):
                 watch.client.raises()
             if not (watch.is_lost or watch.all_raised):
-                _wait(children.values(), _PATIENCE * self._run.failure_timeout_s)
-                for child in children.values():
+                _wait(_STARTED.values(), _PATIENCE * self._run.failure_timeout_s)
+                for child in _STARTED.values():
                     child.kill()
                     child.wait()
             raise

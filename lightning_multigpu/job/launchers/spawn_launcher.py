@@ -58,6 +58,7 @@ _TUNED_IN_VAIN = (
     "start_method='popen', under 'ring_ddp' for example"
 )
 _CAN_BE_LOST = "can be lost"  # sent by a rank without which the job goes on, before its answer
+_INTERRUPTED = "interrupted"  # the answer of a rank that a SIGINT, to it or to another rank, has ended in order
 _GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
@@ -113,7 +114,17 @@ class SpawnLauncher(MultiProcessingLauncher):
         guardian.shows()
         ranks: _Ranks | None = None
         try:
-            ranks = _Ranks(self.run, self._start_method, task, guardian)
+            try:
+                ranks = _Ranks(self.run, self._start_method, task, guardian)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                if self._start_method == "fork":
+                    raise
+                name: str | None = getattr(self._strategy, "name_with_spawn", None)
+                popen = "start_method='popen'" if name is None else repr(name.removesuffix("_spawn"))
+                raise ValueError(
+                    f"new processes get copies of the Trainer, the module and the data, and cannot here: {error}. "
+                    f"Define functions and classes at the top of a module, or use {popen}, which runs the script again"
+                ) from error
             self.procs = ranks.processes
             ranks.await_end()
             result = ranks.result()
@@ -229,8 +240,10 @@ class _Task:
                 interrupt(self.trainer, error)
                 self.trainer._teardown()
             watch.stop()
-            status = INTERRUPTED_STATUS if watch.signals.late else 1
-            raise SystemExit(status if isinstance(error, KeyboardInterrupt) else SIGTERM_STATUS) from None
+            if isinstance(error, SIGTERMException):
+                raise SystemExit(SIGTERM_STATUS) from None
+            answers.send_bytes(pickle.dumps(_INTERRUPTED))
+            raise SystemExit(INTERRUPTED_STATUS if watch.signals.late else 1) from None
         except SystemExit:
             watch.stop()
             raise
@@ -324,8 +337,10 @@ class _Ranks:
                     process.kill()
 
     def result(self) -> _Result:
-        """The answer of the first rank; raises if a rank has failed."""
+        """The answer of the first rank; raises if a rank has failed, or a signal has ended the ranks."""
         codes = [process.exitcode for process in self.processes]
+        if not self._bad and _INTERRUPTED in self._answers.values():
+            raise KeyboardInterrupt
         if not self._bad and 0 not in self._answers:  # another host's first rank was lost
             self._bad.append(0)
         failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
@@ -393,6 +408,7 @@ class _Ranks:
 
     def _note_end(self, index: int, exit_code: int) -> None:
         self._pipes[index].close()
-        if index not in self._can_be_lost and (exit_code != 0 or index not in self._answers):
+        is_good = self._answers.get(index) == _INTERRUPTED or (exit_code == 0 and index in self._answers)
+        if index not in self._can_be_lost and not is_good:
             self._bad.append(index)
         self._guardian.ended(self._first_rank + index, exit_code)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps, sent_share
 from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import LaunchQueue
+from lightning_multigpu.planning.rank_figures import LaunchQueue, ReadValues
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
 from lightning_multigpu.report.schema import Absent, ReportError, from_json
@@ -61,14 +61,6 @@ class OperatorTime(NamedTuple):
     calls: float
     cpu_s: float
     gpu_s: float
-
-
-class LineReads(NamedTuple):
-    """Values of tensors that a line reads in a step, ``[line, reads, share]``, and its share of the step."""
-
-    line: str
-    reads: int
-    share: float
 
 
 class RunFigure(NamedTuple):
@@ -123,7 +115,7 @@ class MeasuredRank:
         clock_offset_s: the clock of its times minus the clock of its host, in seconds.
         callbacks_s: seconds of a step by hook, medians, of the hooks that take the most time.
         operators: of one step: those with the most time of their own.
-        reads: values of tensors that are read in a step.
+        reads: functions that wait for values of tensors, in a step.
         steps: the counted steps.
         stages: a pipeline's record; null without one.
         is_metered: whether its strategy measures transfers.
@@ -132,6 +124,7 @@ class MeasuredRank:
         limit: "GPU", "host" or "container" that it trains in, and its bytes.
         whole_run: figures of the whole run, by the key of a monitor.
         launches: of a step on a GPU.
+        trace: the file of torch's profiler with the operators of a step, on the rank's host.
     """
 
     rank: int
@@ -143,7 +136,7 @@ class MeasuredRank:
     clock_offset_s: float
     callbacks_s: Mapping[str, float]
     operators: Sequence[OperatorTime]
-    reads: Sequence[LineReads]
+    reads: Sequence[ReadValues]
     steps: Sequence[ProfiledStep]
     stages: StageRecord | None
     is_metered: bool = True
@@ -151,6 +144,7 @@ class MeasuredRank:
     limit: Absent[tuple[str, int]] = None
     whole_run: Mapping[str, RunFigure] = field(default_factory=dict)
     launches: Absent[LaunchQueue] = None
+    trace: Absent[str] = None
 
     @property
     def held_bytes(self) -> dict[str, int]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lightning_multigpu.communication.metering.traffic import length, merged, overlaps
 from lightning_multigpu.planning.diagnosis import diagnose
-from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures, ReadValues
+from lightning_multigpu.planning.rank_figures import MemoryUse, Pushes, RankFigures
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 from lightning_multigpu.report.document import NamedStrategy, ServersSection
@@ -112,7 +112,7 @@ def _figures(rank: ProfiledRank) -> RankFigures:
         data_workers=rank.data_workers,
         threads=rank.threads,
         cores=rank.cores,
-        reads=tuple(ReadValues(line, count, share * rank.step_s) for line, count, share in rank.reads),
+        reads=tuple(rank.reads),
         memory=_memory_use(rank),
         launches=rank.launches,
     )

@@ -286,9 +286,11 @@ def _operators(profile: ProfileDocument) -> Iterator[ReportSection]:
         shown = 4 if any(each.gpu_s for each in operators) else 3  # no GPU, no column
         rows = [["operator", "calls", "on the CPU", "on the GPU"]]
         rows += [[name, f"{round(calls, 1):g}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
+        traces = [f"{rank.trace} (rank {rank.rank} on {rank.host})" for rank in profile.ranks if rank.trace is not None]
         yield ReportSection(
             title="Operators of a step on rank 0, by their own time",
             table=[row[:shown] for row in rows],
+            note="\n".join(traces and ["Their timelines; https://ui.perfetto.dev opens several at once:", *traces]),
         )
 
 

@@ -105,7 +105,7 @@ class PipelineStrategy(MultiGPUStrategy):
     """
 
     _maps_checkpoints = True
-    tensor_options: Mapping[str, Any] = MappingProxyType({"plan": "auto", "sequence_split": False})
+    tensor_options: Mapping[str, Any] = MappingProxyType({"plan": "auto"})
     """The options of :class:`TensorSplitStrategy` for the split of the stages' layers, with tensor ranks."""
     _transport = GradientTransport(shared_memory=False)
     """How gradients travel between pipelines."""

@@ -18,21 +18,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import forget_split
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, without_trace
-from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, SplitLayers, open_tensor_group
+from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers, open_tensor_group
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -51,9 +49,9 @@ class TensorAxis:
         self.group, self.peers = group, peers = open_tensor_group(strategy, shared_memory=options["shared_memory"])
         self._model = model
         model.chain.tensor_group = group
-        group.shows_parts = model.group.num_ranks > 1  # stages move parameters outside of steps, too
+        group.shows_parts = False
         self._proves = strategy.pipeline_options.verify_steps > 0
-        self.layers = _layers_within(model.chain, model.module, group, options["plan"], options["sequence_split"])
+        self.layers = SplitLayers(model.module, group, options["plan"])
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
         peers.broadcast_tensors([tensor.detach() for tensor in held], src=peers.first_rank)
@@ -107,15 +105,3 @@ class TensorAxis:
                 whole = holding.tensor.resized(split.whole_shape(holding.tensor))
                 exchange(holding.tensor, Parameter(whole, requires_grad=holding.tensor.requires_grad))
                 forget_split(holding.tensor)
-
-
-def _layers_within(chain: Chain, module: Module, group: TensorGroup, plan: Plan, sequence_split: bool) -> SplitLayers:
-    """The splittable layers of a module whose layers ``chain`` a pipeline spreads over stages."""
-
-    def keeps_whole(name: str) -> str | None:
-        """Why a list that contains the pipeline's layers does not split activations along the sequence."""
-        if not chain.layers or not chain.name.startswith(f"{name}."):
-            return None
-        return f"the layers of the pipeline, {chain.name}, are inside of one of its layers"
-
-    return SplitLayers(module, group, plan, keeps_whole=keeps_whole, sequence_split=sequence_split)

@@ -40,7 +40,7 @@ class HybridStrategy(PipelineStrategy):
         pipeline_parallel_size: ranks of a pipeline that have different layers.
         tensor_parallel_size: ranks that split the same layers; they have to be on one host.
         pipeline: options of :class:`PipelineStrategy`, such as ``{"schedule": "interleaved", "balance": "time"}``.
-        tensor: options of :class:`TensorSplitStrategy` about the split: ``{"plan": ..., "sequence_split": ...}``.
+        tensor: the option of :class:`TensorSplitStrategy` about the split: ``{"plan": ...}``.
         compression: compress the gradients that pipelines on different hosts exchange, as for :class:`RingDDPStrategy`.
         shared_memory: let ranks of one host reduce gradients, and the sums within split layers, through shared memory.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -79,12 +79,11 @@ class HybridStrategy(PipelineStrategy):
         pipeline, tensor = dict(pipeline or {}), dict(tensor or {})
         of_pipeline = option_checks.own_options(PipelineStrategy, {})
         option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
-        option_checks.check_options("tensor=", tensor, ["plan", "sequence_split"])
+        option_checks.check_options("tensor=", tensor, ["plan"])
         self._pipeline_given, self._tensor_given = pipeline, tensor
         self.pipeline_options = PipelineOptions(**{**of_pipeline, **pipeline})
-        self.tensor_options = {"plan": "auto", "sequence_split": False, **tensor, "shared_memory": shared_memory}
+        self.tensor_options = {"plan": "auto", **tensor, "shared_memory": shared_memory}
         check_plan(self.tensor_options["plan"])
-        option_checks.check_bools(sequence_split=self.tensor_options["sequence_split"])
         self._transport = GradientTransport(
             compressor=None if compression is None else make_compressor(compression),
             shared_memory=shared_memory,
@@ -147,7 +146,7 @@ class HybridStrategy(PipelineStrategy):
                 f"tensor_parallel_size={tensor}: a host has {self.num_processes} ranks, and every split layer would "
                 f"wait for the network between hosts; pass a divisor of {self.num_processes}"
             )
-        if tensor == 1 and (self.tensor_options["plan"] != "auto" or self.tensor_options["sequence_split"]):
+        if tensor == 1 and self.tensor_options["plan"] != "auto":
             raise ValueError(
                 f"tensor={self.options['tensor']!r} with tensor_parallel_size=1: no layer is split; leave it out, or "
                 "pass tensor_parallel_size=2"

@@ -34,7 +34,6 @@ from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, place, user_line
-from lightning_multigpu.engine.tensor_split.sequence_region import SequenceRegion
 from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
@@ -127,25 +126,14 @@ def _of_parts(method: M) -> M:
 class SplitLayers:
     """The layers of a module that are split over a tensor group, from the first batch to the end of a fit.
 
-    ``plan`` and ``sequence_split`` are as for :class:`.TensorSplitStrategy`, ``keeps_whole`` as for :class:`.Trials`.
+    ``plan`` is as for :class:`.TensorSplitStrategy`.
     """
 
-    def __init__(
-        self,
-        module: Module,
-        group: TensorGroup,
-        plan: Plan,
-        *,
-        keeps_whole: Callable[[str], str | None] = lambda name: None,
-        sequence_split: bool = False,
-    ) -> None:
+    def __init__(self, module: Module, group: TensorGroup, plan: Plan) -> None:
         self.split: list[tuple[Block, Applied]] | None = None  # by decide
         self._module = module
         self._group = group
         self._plan = plan
-        self._keeps_whole = keeps_whole
-        self._sequence_split = sequence_split
-        self._regions: list[SequenceRegion] = []
         self._state_hooks: list[RemovableHandle] = []
         self._gathered: set[str] = set()
         self._update = ExitStack()
@@ -167,24 +155,21 @@ class SplitLayers:
         optimizers, module, num_ranks = list(optimizers), self._module, self._group.size
         held = held_bytes(module.parameters(), optimizers)
         proof = SplitProof(step, rtol=rtol) if proves else None
-        trials = Trials(step, sequence_split=self._sequence_split, keeps_whole=self._keeps_whole)
+        trials = Trials(step)
         trials.run(self._blocks, *([partial(find_pairs, module)] if self._plan == "auto" else []))
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
         rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
-        plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), trials.notes, held, ranks)
+        plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), held, ranks)
         self._check(plan)
         if proof is not None and proof.obstacle:
             rank_zero_info(proof.obstacle)
         elif proof is not None:
             proof.check()
-        self.split, self._regions = trials.split, trials.regions
+        self.split = trials.split
         for optimizer in optimizers:
             for parameter, state in held_states(plain_optimizer(optimizer)).items():
                 own_state(parameter, state)  # this rank's parts of it
         self.check_optimizers(optimizers)
-        if self._sequence_split and not self._regions:
-            reasons = "; ".join(trials.notes) or "no list of layers (nn.ModuleList, nn.Sequential) has a block in each"
-            rank_zero_warn(f"sequence_split=True does nothing: {reasons}")
         return plan
 
     def _blocks(self, called: Mapping[str, int]) -> list[Block]:
@@ -249,8 +234,6 @@ class SplitLayers:
             if split_of(parameter) is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
                 make_whole(parameter, self._whole(parameter, parameter.data, name))
-        for region in self._regions:
-            region.undo()
         for _, applied in reversed(self.split):
             applied.restore()
         if not make_whole_on_all(self._group):

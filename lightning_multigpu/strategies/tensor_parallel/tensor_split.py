@@ -75,8 +75,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             mapping from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs are split),
             "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). A plan that changes
             results raises an error.
-        sequence_split: split activations between blocks along the sequence, in lists of layers. Where a list would then
-            gather more, its activations stay whole.
         verify_steps: 1 to compare, before the first batch trains, its gradients on whole layers with those on split
             ones; 0 not to.
         options: options of :class:`RingDDPStrategy` and of
@@ -94,7 +92,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         tensor_parallel_size: int | None = None,
         data_parallel_size: int | None = None,
         plan: Plan = "auto",
-        sequence_split: bool = False,
         verify_steps: int = 1,
         **options: Any,
     ) -> None:
@@ -104,7 +101,6 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             if size is not None:
                 option_checks.check_positive(name, size, whole=True)
         check_plan(plan)
-        option_checks.check_bools(sequence_split=sequence_split)
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)
         if (compressor := self.averaging.transport.compressor) is not None:
@@ -117,9 +113,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
-        self._sequence_split = sequence_split
         self._verify_steps = verify_steps
-        """Called on every rank after the layers were split, before anything is trained."""
         # During a run:
         self._tensor: TensorGroup | None = None
         self._peers: MeteredGroup | None = None
@@ -131,8 +125,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     def options(self) -> dict[str, Any]:
         tensor, data = self._asked_sizes
         sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-        own = {"sequence_split": self._sequence_split, "verify_steps": self._verify_steps}
-        return {**super().options, **sizes, "plan": self._plan, **own}
+        return {**super().options, **sizes, "plan": self._plan, "verify_steps": self._verify_steps}
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
@@ -190,7 +183,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
         self._tensor, self._peers = open_tensor_group(self, shared_memory=shared_memory)
         self._tensor.shows_parts = False
-        self._layers = SplitLayers(module, self._tensor, self._plan, sequence_split=self._sequence_split)
+        self._layers = SplitLayers(module, self._tensor, self._plan)
         tensor, device = self._tensor, self.root_device
         methods = PluginMethods(  # a rank owns its parts, the first one whole gradients
             self.precision_plugin,

@@ -17,9 +17,9 @@ from lightning_multigpu.engine.tensor_split.layers import (
     ColumnSplitLinear,
     RowSplitLinear,
     VocabSplitEmbedding,
-    sequence_placement,
 )
-from lightning_multigpu.engine.tensor_split.parts import SplitTensor, local
+from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
 from tests.world import World
@@ -47,7 +47,7 @@ def _linear(kind: str, inputs: int, outputs: int) -> nn.Module:
     return nn.Linear(inputs, outputs, bias=kind != "no bias")
 
 
-def _pair(kind: str, group: TensorGroup, sequence_dim: int | None = None) -> tuple[Block, Block]:
+def _pair(kind: str, group: TensorGroup) -> tuple[Block, Block]:
     """A whole block and the same one, split in place."""
     torch.manual_seed(0)
     gate = _linear(kind, WIDTH, HIDDEN) if kind == "gated" else None
@@ -58,34 +58,27 @@ def _pair(kind: str, group: TensorGroup, sequence_dim: int | None = None) -> tup
     if split.gate is not None:
         last = ColumnSplitLinear.of(split.gate, group, name="gate")
         up.block_input = last.block_input = BlockInput(group, "input", last)
-    RowSplitLinear.of(split.down, group, name="down").sequence_part_dim = sequence_dim
+    RowSplitLinear.of(split.down, group, name="down")
     assert all(old is new for old, new in zip(parameters, split.parameters(), strict=True))
     return whole, split
 
 
-def _part(own: Tensor, group: TensorGroup) -> Any:
-    return SplitTensor.of(own, sequence_placement(1, LENGTH, group, "x"))
-
-
-def _compute(kinds: Sequence[str], is_sequence: bool) -> list[dict[tuple[str, str], int]]:
+def _compute(kinds: Sequence[str]) -> list[dict[tuple[str, str], int]]:
     collectives = []
     with tensor_group() as (group, meter):
         for kind in kinds:
-            whole, split = _pair(kind, group, 1 if is_sequence else None)
+            whole, split = _pair(kind, group)
             meter.end_step()
             x, weights = torch.randn(3, LENGTH, WIDTH, requires_grad=True), torch.randn(3, LENGTH, WIDTH)
-            start, stop = group.bounds(LENGTH)[group.rank] if is_sequence else (0, LENGTH)
-            own = x.detach()[:, start:stop].clone().requires_grad_()
-            expected, actual = whole(x), split(_part(own, group) if is_sequence else own)
-            assert actual.shape == x.shape
-            actual = local(actual)
-            (expected * weights).sum().backward()
-            (actual * weights[:, start:stop]).sum().backward()
+            own = x.detach().clone().requires_grad_()
+            expected, actual = whole(x), split(own)
+            for output in (expected, actual):
+                (output * weights).sum().backward()
             collectives.append(counts(meter))
-            assert_equal(actual, expected[:, start:stop])
+            assert_equal(actual, expected)
             assert own.grad is not None
             assert x.grad is not None
-            assert_equal(own.grad, x.grad[:, start:stop])
+            assert_equal(own.grad, x.grad)
             assert_parts(split, whole, group)
     return collectives
 
@@ -93,23 +86,20 @@ def _compute(kinds: Sequence[str], is_sequence: bool) -> list[dict[tuple[str, st
 KINDS = {2: ("linear", "no bias", "gated", "conv1d"), 4: ("linear", "no bias", "gated")}
 
 
-@pytest.mark.parametrize("is_sequence", [False, True], ids=["whole", "sequence"])
-def test_a_block_sums_once_forward_and_once_back(world: World, is_sequence: bool) -> None:
-    """Parts of a sequence are uneven."""
-    ways = ("all_gather", "reduce_scatter") if is_sequence else ("all_reduce",)
+def test_a_block_sums_once_forward_and_once_back(world: World) -> None:
     kinds = KINDS[world.num_ranks]
-    for found in world.run(_compute, kinds, is_sequence):
+    for found in world.run(_compute, kinds):
         for kind, collectives in zip(kinds, found, strict=True):
             ends = ("tensor input" if kind == "gated" else "tensor up", "tensor down")
-            assert collectives == {(way, end): 1 for way in ways for end in ends}
+            assert collectives == {("all_reduce", end): 1 for end in ends}
 
 
 def _change() -> None:
     with tensor_group() as (group, _), torch.no_grad():
         whole, split = _pair("gated", group)
-        start, stop = group.bounds(LENGTH)[group.rank]
         x = torch.randn(3, LENGTH, WIDTH)
-        own = _part(x[:, start:stop].clone(), group)
+        placed = PartLayout(ParameterSplit.even(WIDTH, group.size), group, "x").at(2)
+        own = SplitTensor.of(placed.own(x), placed)  # which is gathered
         split.up(own)
         own.mul_(2)
         gate: Any = split.gate

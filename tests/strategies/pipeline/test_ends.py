@@ -171,6 +171,13 @@ class Logging(Wide):
         return self.loss(batch)
 
 
+class Apart(Wide):
+    """Its validation runs no layer, on which a stage waited forever for the one before it."""
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_size", self.embedded(batch["tokens"]).square().mean())
+
+
 class Metric(Wide):
     """Its validation uses the head on the embeddings, when the optimizer has states already."""
 
@@ -262,6 +269,7 @@ def test_pipelines_side_by_side_move_alike(world4: World) -> None:
         (Branching, {TOKENS}, {TOKENS, HEAD}, {}),
         (EmbeddingLoss, {TOKENS}, {TOKENS, HEAD}, {}),
         (Logging, {TOKENS}, {TOKENS, HEAD}, {}),
+        (Apart, {TOKENS}, {TOKENS, HEAD}, {}),
         (Noisy, {TOKENS}, {TOKENS, HEAD}, {}),  # a placeholder draws no random numbers
         (Normed, {TOKENS, *NORM}, {HEAD}, {"num_micro_batches": 1}),
         (Wide, {TOKENS}, {TOKENS, HEAD}, {"replicated": ["tokens"]}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,8 +16,6 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, StochasticWeig
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from lightning_multigpu import TensorSplitStrategy
 from lightning_multigpu._lightning_internals import averaged_copy
@@ -29,7 +26,6 @@ from lightning_multigpu.planning.split_plan import SplitPlan
 from tests.strategies.tasks import (
     Case,
     assert_same_weights,
-    assert_trains_alike,
     fit,
     fit_module,
     make_strategy,
@@ -39,7 +35,6 @@ from tests.strategies.tasks import (
 )
 from tests.strategies.tensor_parallel.language import (
     HEADS,
-    LENGTH,
     VOCABULARY,
     WIDTH,
     Attention,
@@ -74,17 +69,6 @@ class Grouped(nn.Module):
         k, v = (each[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1, 2) for each in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
-
-
-class Positioned(FeedForward):
-    """Adds something of its own for each position; or the mean over all tokens of the batch."""
-
-    def __init__(self, *, mixes: bool) -> None:
-        super().__init__(nn.GELU())
-        self.mixes, self.positions = mixes, nn.Parameter(torch.randn(LENGTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x + (x.mean((0, 1)) if self.mixes else self.positions))
 
 
 def encoder() -> nn.Module:
@@ -125,8 +109,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "grouped": lambda: Language(*(Block(Grouped(), Gated(fused=False)) for _ in range(2))),
     "encoder": lambda: Language(encoder()),
     "decoder": lambda: Language(Decoder()),
-    "position in layers": lambda: Language(*(Positioned(mixes=False) for _ in range(2))),
-    "mixed tokens": lambda: Language(*(Positioned(mixes=True) for _ in range(2))),
     "one bad block": lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
     "equal layers": lambda: Language(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
 }
@@ -210,7 +192,7 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
         for blocks in result["plan"].blocks:
             if blocks.shape != "vocabulary" and model != "t5":  # whose attention to an encoder has a second input
                 found = [(each.direction, each.operation, each.size_bytes) for each in blocks.traffic]
-                size = blocks.activation_bytes
+                size = found[0][2]
                 assert found == [("forward", "all_reduce", size), ("backward", "all_reduce", size)], blocks.kind
         if model == "fused":
             assert result["held"] == result["state"] < 0.65 * reference["held"], "norms, biases of row layers are whole"
@@ -239,167 +221,26 @@ def test_split_layers_are_computed_again(world2: World, model: str, options: dic
 def test_layers_that_are_frozen_in_the_first_batch_are_trained_later(world2: World) -> None:
     """A norm of queries, frozen while the split was tried, had a rank's part of its gradient when it was unfrozen."""
     reference = train("normed", 1, unfreezes=True)
-    for sequence_split in (False, True):
-        for result in world2.run(train, "normed", 2, unfreezes=True, sequence_split=sequence_split):
-            assert result["split"] == FOUND["normed"]
-            assert_same_weights(result, reference)
-
-
-# The list of layers, and the dimension along which activations are split.
-SEQUENCES: dict[str, tuple[str, int]] = {
-    "gpt2": ("model.transformer.h", 1),
-    "qwen3": ("model.model.layers", 1),
-    "bert": ("model.bert.encoder.layer", 1),
-    "encoder": ("model.blocks", 1),
-    "position in layers": ("model.blocks", 0),
-}
-
-
-@pytest.mark.parametrize("model", SEQUENCES)
-def test_activations_are_split_along_the_sequence(world2: World, model: str) -> None:
-    reference = on_one_device(model)
-    layers, dim = SEQUENCES[model]
-    for result in world2.run(train, model, 2, sequence_split=True):
-        plan, rtol = result["plan"], RTOL.get(model, 1e-9)
-        assert f"activations between the blocks of {layers} are split along dimension {dim}" in plan.notes
-        assert_same_weights(result, reference, rtol=rtol)
-        assert result["validated"] == pytest.approx(reference["validated"], rel=rtol)
-        for each in [each for each in plan.blocks if each.shape != "vocabulary"][:2]:
-            assert sum(one.sent_bytes for one in each.traffic) == 2 * each.activation_bytes, "Megatron-LM's formula"
-            assert {one.operation for one in each.traffic} == {"all_gather", "reduce_scatter"}
-
-
-def warned(model: str) -> tuple[dict[str, Any], list[str]]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        result = train(model, 2, sequence_split=True)
-    return result, [str(each.message) for each in found if "sequence_split" in str(each.message)]
-
-
-def test_activations_stay_whole_where_tokens_are_mixed_between_blocks(world2: World) -> None:
-    reference = on_one_device("mixed tokens")
-    results = world2.run(warned, "mixed tokens")
-    for result, _ in results:
-        (note,) = result["plan"].notes
-        assert note.startswith("activations between the blocks of model.blocks stay whole (mean needs the outputs")
+    for result in world2.run(train, "normed", 2, unfreezes=True):
+        assert result["split"] == FOUND["normed"]
         assert_same_weights(result, reference)
-    ((warning,), *others) = (messages for _, messages in results)
-    assert warning.startswith("sequence_split=True does nothing: activations between the blocks of model.blocks")
-    assert others == [[]]
 
 
-class Stack(nn.Module):
-    """Layers with dropout, of which each is a block; they may be run under an activation checkpoint."""
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.block, self.norm = FeedForward(nn.Dropout(0.5)), nn.LayerNorm(WIDTH)
-            self.dropout, self.is_checkpointed = nn.Dropout(0.5), False
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.is_checkpointed:
-                return x + checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
-            return x + self.inner(x)
-
-        def inner(self, x: Tensor) -> Tensor:
-            return self.dropout(self.block(self.norm(x)))  # type: ignore[no-any-return]
-
-    def __init__(self, checkpointed: str) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
-        self.checkpointed = checkpointed
-        for layer in self.layers:
-            layer.is_checkpointed = checkpointed == "in layers"
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointed == "layers" else layer(x)
-        return x
+def dropped(choice: bool | list[str]) -> dict[str, Any]:
+    task = Task(lambda: Language(*(FeedForward(nn.Dropout(0.5)) for _ in range(2)), nn.Dropout(0.5)))
+    fit_module(task, "tensor_split", 2, replace(CASE, strategy={"activation_checkpointing": choice}), text())
+    return {"weights": state(task)}
 
 
-def stacked(checkpointed: str) -> dict[str, Any]:
-    """Trains on sequences of different lengths; the masks of one layer's dropout, and of one behind all layers."""
-    task = Task(lambda: Language(Stack(checkpointed), nn.Dropout(0.5)))
-    stack, last = task.model.blocks  # type: ignore[union-attr, misc]
-    masks: dict[str, list[Tensor]] = {"inside": [], "between": [], "behind": []}
-    layer = stack.layers[1]
-    for name, part in {"inside": layer.block.between, "between": layer.dropout, "behind": last}.items():  # type: ignore[union-attr]
-        part.register_forward_hook(lambda *args, name=name: masks[name].append(local(args[-1]).detach() != 0))  # type: ignore[misc, operator, union-attr]
-    generator = torch.Generator().manual_seed(1)
-    batches = [[torch.randint(VOCABULARY, (4, length), generator=generator)] for length in (6, 5, 6)]
-    option = {"activation_checkpointing": ["Layer"]} if checkpointed == "by the option" else {}
-    case = replace(CASE, strategy={"sequence_split": True, **option})
-    fit_module(task, "tensor_split", 2, case, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-    return {"weights": state(task), "masks": {name: kept[-1] for name, kept in masks.items()}}
+def test_dropout_is_drawn_again_by_layers_that_are_computed_again(world2: World) -> None:
+    for expected, result in zip(world2.run(dropped, False), world2.run(dropped, ["FeedForward"]), strict=True):
+        assert_same_weights(result, expected)
 
 
-def test_dropout_between_blocks_differs_between_ranks_and_is_drawn_again_by_checkpoints(world2: World) -> None:
-    first, second = world2.run(stacked, "nothing")
-    assert torch.equal(first["masks"]["behind"], second["masks"]["behind"])
-    for name, shape in {"inside": (4, 6, 10), "between": (4, 3, WIDTH)}.items():
-        mine, theirs = (result["masks"][name] for result in (first, second))
-        assert mine.shape == theirs.shape == shape
-        assert 0.3 < (mine & theirs).double().mean() / mine.double().mean() < 0.7, "they are independent"
-    for checkpointed in ("in layers", "layers", "by the option"):
-        for result in world2.run(stacked, checkpointed):
-            assert_same_weights(result, first)
-
-
-class LeavingOut(nn.Module):
-    """Layers, of which one is left out in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.dropped = nn.ModuleList(FeedForward(nn.GELU()) for _ in range(3)), -1
-
-    def forward(self, x: Tensor) -> Tensor:
-        for number, layer in enumerate(self.layers):
-            x = x if self.training and number == self.dropped else layer(x)
-        return x
-
-
-class DropsInOneBatch(Callback):
-    def __init__(self, dropped: int, batch_idx: int) -> None:
-        self.dropped, self.batch_idx = dropped, batch_idx
-
-    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
-        module.model.blocks.dropped = self.dropped if batch_idx == self.batch_idx else -1
-
-
-class InStep(Task):
-    """Calls the layers in the step, with a loss of any number of tokens."""
-
-    def loss(self, batch: list[Tensor]) -> Tensor:
-        embedded: Tensor = self.model.embedding(batch[0])  # type: ignore[operator]
-        return LeavingOut.forward(self.model.blocks, embedded).square().mean()  # type: ignore[arg-type]
-
-
-def leaving_out() -> nn.Module:
-    model: Any = Language()
-    model.blocks = LeavingOut()
-    return model  # type: ignore[no-any-return]
-
-
-def test_layers_that_are_left_out(world2: World) -> None:
-    """A step without the last layer returned a rank's part of the tokens, and failed where losses met labels.
-
-    So did a first batch without the first layer: the step before it, in evaluation, had begun with another one.
-    """
-    case = replace(CASE, strategy={"sequence_split": True})
-    for dropped, batch_idx, kind in ((0, 0, Task), (0, 1, Task), (2, 1, Task), (2, 1, InStep)):
-        callbacks, make = [DropsInOneBatch(dropped, batch_idx)], functools.partial(kind, leaving_out)
-        assert_trains_alike(world2, make, "tensor_split", case, data=text(), callbacks=callbacks)
-
-
-@pytest.mark.parametrize("sequence_split", [False, True])
-def test_ranks_without_heads_of_their_own(world4: World, sequence_split: bool) -> None:
-    """Two heads of keys and values on four ranks, which have two tokens or one of six.
-
-    Attention without heads ended the process of a rank under torch 2.11.
-    """
+def test_ranks_without_heads_of_their_own(world4: World) -> None:
+    """Two heads of keys and values on four ranks: attention without heads ended a rank's process under torch 2.11."""
     reference = on_one_device("grouped")
-    for result in world4.run(train, "grouped", 4, sequence_split=sequence_split):
+    for result in world4.run(train, "grouped", 4):
         assert result["split"] == FOUND["grouped"]
         assert_same_weights(result, reference)
 
@@ -503,7 +344,6 @@ def test_a_plan_by_hand(world2: World) -> None:
         ({"plan": {}}, "pass 'auto', or a mapping"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
         ({"verify_steps": 2}, "verify_steps=2: pass 1 to compare"),
-        ({"sequence_split": "again"}, "sequence_split='again' is not a bool"),
         # The biases of row layers differed between the ranks of a group, and the end of the fit raised.
         ({"compression": "int8"}, r"compression=Int8.* use HybridStrategy\(pipeline_parallel_size=1"),
     ],

@@ -13,7 +13,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -147,9 +146,8 @@ class CostProbe:
         args, kwargs = map_only(Tensor, self._saved.detached_copy, (args, kwargs))
         recomputed_bytes = 0
         if index in self._recompute:
-            layer, begin = self._chain.layers[index], functools.partial(self._begin_part, 1 + index)
             recomputed_bytes = self._inner_bytes(index, forward, args, kwargs)
-            forward = functools.partial(recomputed, layer, forward, args, kwargs, lambda: nullcontext(begin()))
+            forward = functools.partial(recomputed, self._chain.layers[index], forward, args, kwargs)
             args, kwargs = (), {}
         self._start_clock()
         output = forward(*args, **kwargs)

@@ -89,6 +89,8 @@ class UseProbe:
                 output = Activations.of(result)
             elif stop == len(ownership.chain):
                 self._watch.take((result, self._watch.left_in(left())), self._last_part)
+            if start:
+                receive()  # also where the step has run no layer
         except _Abandoned:
             pass
         except PipelineError as error:

@@ -101,13 +101,14 @@ class StageSums:
             Shape (parameters, 4): the number of gradients, and the norms; zeros of parameters without a gradient.
         """
         own = torch.zeros(len(parameters), 1 + len(_ORDERS), dtype=torch.float64)
-        for row, parameter, is_counted in zip(own, parameters, counted, strict=True):
-            gradient = parameter.grad
-            if gradient is not None and is_counted:
-                values = gradient.coalesce().values() if gradient.is_sparse else gradient
-                row[0] = 1
-                if values.numel():  # a rank's part may be empty
-                    row[1:] = torch.stack([torch.linalg.vector_norm(values, order).cpu() for order in _ORDERS])
+        with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
+            for row, parameter, is_counted in zip(own, parameters, counted, strict=True):
+                gradient = parameter.grad
+                if gradient is not None and is_counted:
+                    values = gradient.coalesce().values() if gradient.is_sparse else gradient
+                    row[0] = 1
+                    if values.numel():  # a rank's part may be empty
+                        row[1:] = torch.stack([torch.linalg.vector_norm(values, order).cpu() for order in _ORDERS])
         summed = own.to(self._group.device)
         if self._tensor is not None:
             is_part = torch.tensor([split_of(parameter) is not None for parameter in parameters])
