@@ -16,7 +16,7 @@ from typing import NoReturn
 import pytest
 
 from lightning_multigpu.job.guardian import proc
-from lightning_multigpu.job.guardian.blocking import append, done_within, show
+from lightning_multigpu.job.guardian.blocking import append, done_within, print_text
 from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
 from lightning_multigpu.job.guardian.protocol import Connection, encode
@@ -40,7 +40,7 @@ class Guarded:
         self.watchdog = Watchdog({
             "num_ranks": 1, "failure_timeout_s": 600.0,
             "owner_pid": os.getpid(), "is_found": False, "listener": listener.detach(),
-            "owner_link": theirs.detach(), "pages": self._pages, "hang_report_s": 1.0,
+            "owner_link": theirs.detach(), "pages": self._pages, "hang_report_s": 1.0, "owner_stays": False,
         })  # fmt: skip
         self.watchdog._tick_s = 0.0
 
@@ -130,7 +130,7 @@ def test_a_thread_that_cannot_be_started_ends_no_guardian(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     assert not done_within(1.0, lambda: None)
-    show("shown")
+    print_text("shown")
     assert capfd.readouterr().err == "shown"
 
 
@@ -173,7 +173,7 @@ def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(is_terminal: bo
     os.dup2(write, 2)
     try:
         since_s = time.monotonic()
-        show("text" * 100)
+        print_text("text" * 100)
         assert time.monotonic() - since_s < 5
     finally:
         os.dup2(saved, 2)
