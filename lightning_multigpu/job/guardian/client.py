@@ -316,30 +316,28 @@ def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float
     while True:
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
-        limit_s, is_full = start_timeout_s, False
+        limit_s = start_timeout_s
         try:
             sock.connect("\0" + address)
-            why = foreign(sock)
-            if not why:
+            if not (why := foreign(sock)):
                 return sock
             problem = f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}"
+        except BlockingIOError:
+            limit_s += timeout_s
+            problem = (
+                f"the process at the guardian's address on {host_name()} takes no connection of rank {rank}: its queue "
+                f"is full. Is the guardian stopped, or is it another program (`ss -xlp | grep {address}`)?"
+            )
         except OSError as error:
             problem = f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?"
-            if is_full := isinstance(error, BlockingIOError):
-                limit_s += timeout_s
-                problem = (
-                    f"the process at the guardian's address on {host_name()} takes no connection of rank {rank}: its "
-                    f"queue is full. Is the guardian stopped, or is it another program (`ss -xlp | grep {address}`)?"
-                )
-        sock.close()
-        if time.monotonic() - began_s > limit_s:
-            if start_timeout_s and not is_full:
+            if start_timeout_s:
                 problem = (
                     f"rank {rank} has found no guardian on {host_name()} within {start_timeout_s:g} s: the first rank "
                     "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
-                    "for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, and to "
-                    "one container?"
+                    "for all ranks of the host, and has one of them LOCAL_RANK=0?"
                 )
+        sock.close()
+        if time.monotonic() - began_s > limit_s:
             raise GuardianError(problem)
         time.sleep(pause_s)
         pause_s = min(_POLL_S, 1.5 * pause_s)

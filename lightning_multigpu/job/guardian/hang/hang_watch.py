@@ -21,6 +21,7 @@ from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.hang import flight_recorder as pages
 from lightning_multigpu.job.guardian.hang.comparison import (
     COLLECTIVES,
+    Mismatch,
     View,
     absent,
     calls,
@@ -73,9 +74,7 @@ class HangWatch:
         self._looked_at: Quiet = {}
         self._again_s = 0.0
         self._reported: Quiet = {}
-        self._suspected: list[
-            tuple[int, str]
-        ] = []  # the two ranks that the last look has found in different collectives
+        self._suspected: Mismatch = []  # of the last look
 
     def restart_timers(self, now_s: float) -> None:
         """Restarts the times that are not too long yet: this process, or all ranks, were paused."""
