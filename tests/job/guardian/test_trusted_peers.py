@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import select
 import socket
@@ -60,16 +59,6 @@ def guarded() -> Iterator[Guarded]:
     guarded = Guarded()
     yield guarded
     guarded.end()
-
-
-def test_who_never_stops_speaking_lets_others_have_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guardian read on for as long as a rank or a host sent faster than it could read."""
-    one, other = socket.socketpair()
-    with other:
-        connection = Connection(one)
-        monkeypatch.setattr(connection, "_read", lambda: encode("alive"))
-        assert len(list(itertools.islice(connection.arriving(), 1_000))) < 1_000
-        connection.close()
 
 
 def test_a_failure_and_many_long_waits_fit_into_a_message(guarded: Guarded) -> None:
