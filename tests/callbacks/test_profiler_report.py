@@ -25,7 +25,7 @@ from lightning.pytorch.profilers import Profiler, PyTorchProfiler, SimpleProfile
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_multigpu.callbacks import ProfilerReport, RunReport
+from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.callbacks.profile.operator_trace import launches_of, reads_of
 from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of
 from lightning_multigpu.callbacks.profile.profiled_window import _callbacks_s
@@ -233,22 +233,12 @@ def test_the_files_are_there_and_the_figures_are_of_each_rank(world2: World, tmp
 
 
 def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> None:
-    """A report beside the profile is silent."""
+    def fit() -> dict[str, Any] | None:
+        loader = DataLoader(Samples(), batch_size=2)
+        return profiled(tmp_path, Net(step_s=0.01), loader, make_strategy("gpipe"), activations=True)[0]
 
-    def fit() -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-        beside, loader = RunReport(), DataLoader(Samples(), batch_size=2)
-        with pytest.MonkeyPatch.context() as patch:
-            warned: list[str] = []
-            patch.setattr("lightning_multigpu.callbacks.run_report.rank_zero_warn", warned.append)
-            report, _ = profiled(
-                tmp_path, Net(step_s=0.01), loader, make_strategy("gpipe"), activations=True, beside=[beside]
-            )
-        assert warned == ["of several reports in a Trainer one alone reports: leave RunReport out"]
-        return report, beside.report
-
-    (report, beside), _ = world2.run(fit)
+    report, _ = world2.run(fit)
     assert report is not None
-    assert beside is None
     assert all("stage_wait" in of_rank["phases_s"] for of_rank in report["profile"]["ranks"])
     assert [pipeline["ranks"] for pipeline in report["profile"]["pipelines"]] == [[1, 0]]
     assert "A step of gpipe with " in text(report)
@@ -260,10 +250,8 @@ def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> Non
 def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_path: Path) -> None:
     def fit() -> dict[str, Any] | None:
         loader = DataLoader(Samples(), batch_size=2)
-        strategy = make_strategy("async_ps")
-        return profiled(tmp_path, Net(step_s=0.01), loader, strategy, activations=True, max_steps=20)[
-            0
-        ]  # of both together
+        options = {"activations": True, "max_steps": 20}  # of both together
+        return profiled(tmp_path, Net(step_s=0.01), loader, make_strategy("async_ps"), **options)[0]
 
     report, other = world2.run(fit)
     assert report is not None
@@ -359,17 +347,6 @@ def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> N
         assert report.report is not None
         [of_rank] = report.report["profile"]["ranks"]
         assert (of_rank["steps"], of_rank["batches"]) == (counted, 3)
-
-
-def test_of_two_in_one_trainer_the_first_one_profiles(tmp_path: Path) -> None:
-    """A second one took the first one's place in patches of torch: the fit ended in an AttributeError."""
-    first, second = (ProfilerReport(wait=1, warmup=0, active=2, print_table=False) for _ in range(2))
-    fit = trainer(tmp_path, max_steps=STEPS, max_epochs=-1, callbacks=[first, second])
-    with pytest.warns(UserWarning, match="of several reports in a Trainer one alone reports"):
-        fit.fit(Net(step_s=0.0), DataLoader(Samples(), batch_size=2))
-    assert first.report is not None
-    assert [of_rank["steps"] for of_rank in first.report["profile"]["ranks"]] == [2]
-    assert second.report is None
 
 
 def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:

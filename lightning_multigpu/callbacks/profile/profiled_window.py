@@ -34,7 +34,7 @@ from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.rank_figures import LaunchQueue, MemoryUse, OperatorTime, RankFigures, ReadValues
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.report.document import HeldMemory, ProfiledRank
+from lightning_multigpu.report.document import HeldMemory
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _CALLBACKS = 8
@@ -74,6 +74,7 @@ class ProfiledWindow:
     Attributes:
         activations_bytes: the most that autograd kept for backward; None if it was not counted.
         batches: of the step that runs, which its callback counts.
+        stages: the newest record of a pipeline's stages.
         interrupted: whether a validation or the end of an epoch was in it.
     """
 
@@ -110,7 +111,7 @@ class ProfiledWindow:
         self._reads: list[ReadValues] = []
         self._launches: LaunchQueue | None = None
         self._trace = trace
-        self._stages: StageRecord | None = None
+        self.stages: StageRecord | None = None
         self.activations_bytes: int | None = None
         self.batches = 0
         self.interrupted = False
@@ -178,11 +179,8 @@ class ProfiledWindow:
                 rank_zero_warn(f"the trace of a step was not written: {error}")
                 self._trace = None
 
-    def told(self, held: HeldMemory | None, peak_bytes: float | None) -> ProfiledRank:
-        """This rank's part of the profile.
-
-        ``held`` is its memory, and ``peak_bytes`` the most that all processes together had in use.
-        """
+    def figures(self, held: HeldMemory | None, peak_bytes: float | None) -> RankFigures:
+        """The figures of this rank, whose memory is ``held``; all processes together used ``peak_bytes`` at most."""
         spans = [] if self._recorder is None else self._recorder.spans
         steps = [self._step(spans, *counted) for counted in self._counted]
         memory, kinds = None, {} if held is None else held.kinds_bytes
@@ -190,7 +188,7 @@ class ProfiledWindow:
         peak_bytes = of_device if peak_bytes is None else peak_bytes
         if self._limit is not None and peak_bytes is not None:
             memory = MemoryUse(self._limit[0], peak_bytes, self._limit[1], kinds)
-        figures = RankFigures(
+        return RankFigures(
             rank=self._rank,
             host=socket.gethostname(),
             node=self._node,
@@ -206,7 +204,6 @@ class ProfiledWindow:
             reads=self._reads,
             **(figures_of(steps) if steps else {"steps": 0, "phases_s": {}}),
         )
-        return ProfiledRank(figures=figures, stages=self._stages)
 
     def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
         within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
@@ -226,7 +223,7 @@ class ProfiledWindow:
         phases = [Span(s.start_s, s.end_s, phase_of(s.name)) for s in spans]
         exposed = [Span(a, b, "communication") for a, b in self._exposed if a < end_s and b > start_s]
         passes: list[Span] = []
-        for step in () if self._stages is None else self._stages.steps:
+        for step in () if self.stages is None else self.stages.steps:
             if step.timeline and step.timeline[0].start_s >= start_s and step.timeline[-1].end_s <= end_s:
                 passes.append(Span(step.timeline[0].start_s, step.timeline[-1].end_s, "stage_wait"))
                 passes += [Span(i.start_s, i.end_s, _PASSES.get(i.kind, "stage_wait")) for i in step.timeline]
@@ -282,7 +279,7 @@ class ProfiledWindow:
         """The steps are recorded: takes the newest record of stages, and the limit of the memory."""
         strategy, device = trainer.strategy, trainer.strategy.root_device
         if isinstance(strategy, MultiGPUStrategy):
-            self._stages = strategy.stage_record()
+            self.stages = strategy.stage_record()
         if device.type == "cuda":
             self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
         else:
