@@ -147,7 +147,7 @@ class TestWithoutLightning:
     LINES = (
         "--help", "--version", "strategies", "strategies --json", "strategies --jsno", "fitt", "bench", "bench --help",
         "emulate --help", "bench strategies --help", "bench collectives --help", "plan --help",
-        "plan --example=clip --machine=a", "bench strategies --model=resnet", "bench collectives --jsno",
+        "plan --example=seed", "bench strategies --model=resnet", "bench collectives --jsno",
         "plan --strategies ring_dpd", "bench collectives --backends glo", "doctor --help", "doctor --jsno",
         "topology --help", "new --help", "report --help", "calibrate --help", "serve --help", "serve --master-port=0",
     )  # fmt: skip
@@ -314,11 +314,11 @@ class TestRefused:
             ("emulate --bandwidth fast -- true", "bandwidth='fast'"),
             ("emulate --burst 1b -- true", "smaller than one frame"),
             ("plan --example=gpt3_175", "Did you mean 'gpt3_175b'?"),
-            ("plan --example=seed --preset=a100_100gb", "--preset=a100_100gb is unknown; known are laptop, a100, "),
-            ("plan --example=seed --batch=2", "name a machine by --preset: laptop, a100"),
-            ("plan --example=clip", "name a machine by --preset: laptop, a100"),
-            ("plan --example=clip --machine=m.json", "--machine is no option with --example"),
-            ("plan --example=clip --trainer.devices=2", "takes no configuration and no options of fit"),
+            ("plan --preset=a100_100gb", "--preset: 'a100_100gb' is unknown. Did you mean 'a100_100gbit'?"),
+            ("plan --example=seed --batch=2", "--batch is no option with --example=seed, which takes --nodes"),
+            ("plan --example=gpt3_13b", "name a machine by --preset: laptop, a100"),
+            ("plan --example=gpt3_13b --machine=m.json", "--machine is no option with --example"),
+            ("plan --example=gpt3_13b --trainer.devices=2", "takes no configuration and no options of fit"),
         ],
     )
     def test_other_commands(self, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

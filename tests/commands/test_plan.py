@@ -159,6 +159,11 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     assert message in capsys.readouterr().err
 
 
+def test_a_machine_by_name_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    planned("--strategies", "ring_ddp", "--preset=a100")
+    assert capsys.readouterr().out.startswith("The model was measured here, the machine was not: ")
+
+
 def test_another_torch_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     Path("machine.json").write_text(json.dumps(replace(MACHINE, versions={"torch": "1.0"}).as_json()))
     planned("--strategies", "ring_ddp")

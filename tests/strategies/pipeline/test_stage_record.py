@@ -109,11 +109,10 @@ class Loading(Deep):
 def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
     """By a plan of one round of measurements, which changes times only."""
     options = PipelineStrategy(schedule=schedule, activation_checkpointing=again).pipeline_options
-    device = torch.device("cpu")
-    planner = pipeline_planner.PipelinePlanner([options], [2], device=device, num_micro_batches=[16])
+    given: Any = {"device": torch.device("cpu"), "num_micro_batches": [16]}
     settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
     with mock.patch.object(pipeline_planner, "NUM_ROUNDS", 1):
-        [plan] = planner.run(Loading(), None, settings)
+        [plan], _ = pipeline_planner.pipeline_plans([options], [2], Loading(), None, settings, **given)
     return list(plan.memory)
 
 
