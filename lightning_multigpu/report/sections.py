@@ -171,15 +171,16 @@ def step_tree(profile: Profile) -> list[TreeRow]:
 def sections(report: RunDocument) -> Iterator[Section]:
     """All that was measured."""
     if report.profile is not None:
-        for of_profile in (_phases, _schedule, _transfers):
-            yield from of_profile(report.profile, report.strategy.name)
+        yield from _phases(report.profile)
+        yield from _schedule(report.profile)
+        yield from _transfers(report.profile, report.strategy.name)
     for of_run in (_whole_run, _memory, _staleness):
         yield from of_run(report)
     if report.profile is not None:
         yield from _operators(report.profile)
 
 
-def _phases(profile: Profile, _: str) -> Iterator[Section]:
+def _phases(profile: Profile) -> Iterator[Section]:
     used = _used_phases([profile])
     rows = []
     for rank in profile.ranks:
@@ -198,7 +199,7 @@ def _used_phases(profiles: Sequence[Profile]) -> list[str]:
     return [phase for phase in PHASES if any(phase in rank.phases_s for each in profiles for rank in each.ranks)]
 
 
-def _schedule(profile: Profile, _: str) -> Iterator[Section]:
+def _schedule(profile: Profile) -> Iterator[Section]:
     """A section for each pipeline; the first one has the picture."""
     for index, step in enumerate(profile.pipelines):
         used, number_of = usage(step.timelines), "" if len(profile.pipelines) == 1 else f" in pipeline {index}"

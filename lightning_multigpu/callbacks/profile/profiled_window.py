@@ -174,7 +174,8 @@ class ProfiledWindow:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 recorded.export_chrome_trace(str(path))
-                self._launches = launches_of(path)
+                if torch.cuda.is_available():
+                    self._launches = launches_of(path)
             except (OSError, ValueError) as error:  # training goes on: no room, or half a file
                 rank_zero_warn(f"the trace of a step was not written: {error}")
                 self._trace = None
