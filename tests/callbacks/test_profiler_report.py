@@ -334,6 +334,7 @@ def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: 
         assert "profile" not in report
     assert dist.broadcast is broadcast
     assert (tmp_path / document.FILE_NAME).exists() is not fails
+    assert not (tmp_path / FILE_NAME).exists()
 
 
 def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> None:

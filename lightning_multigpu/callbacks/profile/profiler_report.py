@@ -134,18 +134,20 @@ class ProfilerReport(RunReport):
 
     @override
     def files(self, report: document.RunDocument) -> dict[str, bytes]:
-        return {**super().files(report), page.FILE_NAME: page.page(report).encode()}
+        pages = {} if report.profile is None else {page.FILE_NAME: page.page(report).encode()}
+        return {**super().files(report), **pages}
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_fit_end(trainer, pl_module)
-        if self._window is not None and self.report is not None and "profile" not in self.report:
+        has_profile = self.report is not None and "profile" in self.report
+        self.page_path = self.path and (self.path.with_name(page.FILE_NAME) if has_profile else None)
+        if self._window is not None and self.report is not None and not has_profile:
             first = sum(self._window_steps[:2])
             rank_zero_warn(
                 f"ProfilerReport profiled no step: training ended within the first {first} steps, or each later step "
                 "had a validation or the end of an epoch in it; pass a smaller wait or warmup, or train longer"
             )
-        self.page_path = self.path and self.path.with_name(page.FILE_NAME)
         self._window = None
 
     @override
