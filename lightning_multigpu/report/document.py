@@ -176,7 +176,7 @@ class Profile:
     Attributes:
         step_s: median optimizer step, in seconds, of the rank with the longest one.
         ranks: one a rank, in rank order.
-        findings: the largest saving first, then those that save nothing.
+        findings: the largest saving first.
         pipelines: side by side; those of which a step was timed.
     """
 
@@ -193,20 +193,10 @@ class Profile:
             raise ReportError("the profile has a finding of a rank that it lacks")
 
     @property
-    def savings(self) -> list[Finding]:
-        """The findings that save time."""
-        return [finding for finding in self.findings if finding.saving_s > 0]
-
-    @property
-    def limits(self) -> list[Finding]:
-        """The findings that save no time: limits that the run is near to."""
-        return [finding for finding in self.findings if finding.saving_s <= 0]
-
-    @property
     def shown(self) -> RankFigures:
         """The rank of the first finding; without any, the one that computes for longest."""
-        if self.savings:
-            return next(rank for rank in self.ranks if rank.rank == self.savings[0].rank)
+        if self.findings:
+            return next(rank for rank in self.ranks if rank.rank == self.findings[0].rank)
         return max(self.ranks, key=lambda rank: rank.own_s)
 
 

@@ -111,13 +111,13 @@ def verdict(report: RunDocument) -> list[str]:
     if (profile := report.profile) is None:
         return _cost_of_communication(report)
     rank = profile.shown
-    if not profile.savings:
+    if not profile.findings:
         largest = max(rank.phases_s, key=lambda phase: rank.phases_s[phase])
         return [
             f"No remedy is known that would save 5 % of a step; its largest part is {words(largest)}, "
             f"{_part(rank, rank.phases_s[largest])}."
         ]
-    first = profile.savings[0]
+    first = profile.findings[0]
     names = " and ".join(words(phase) for phase in first.phases if phase in rank.phases_s)
     # Reads of values lie within several phases, and several ranks may share what a remedy saves.
     seconds = max(first.saving_s, rank.of(*first.phases))
@@ -152,7 +152,7 @@ def _part(rank: RankFigures, seconds: float) -> str:
 
 def step_tree(profile: Profile) -> list[TreeRow]:
     """The step of the rank that the verdict is about, its phases and what is known of their parts; marks the cause."""
-    rank, cause = profile.shown, profile.savings[0] if profile.savings else None
+    rank, cause = profile.shown, profile.findings[0] if profile.findings else None
     inside = {"communication": rank.waits_s, "callbacks": rank.callbacks_s}
 
     def row(depth: int, name: str, seconds: float, *, is_cause: bool = False) -> TreeRow:

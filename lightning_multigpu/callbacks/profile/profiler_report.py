@@ -15,8 +15,6 @@ from lightning_multigpu.callbacks.run_report import RunReport, is_fast_dev_run
 from lightning_multigpu.report import document, page
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
-_MEMORY = "device/memory_used_bytes"
-
 
 class ProfilerReport(RunReport):
     """A :class:`RunReport` that profiles a window of optimizer steps, and says which parts of a step take its time.
@@ -128,8 +126,7 @@ class ProfilerReport(RunReport):
         record = super().record(trainer)
         if self._window is None:  # there was nothing to train on
             return record
-        used = self._devices.series.get(_MEMORY)
-        figures = self._window.figures(self._memory, None if used is None else used.largest)
+        figures = self._window.figures(0 if self._memory is None else self._memory.parameters_bytes)
         return replace(record, profiled=figures, stages=self._window.stages)
 
     @override
