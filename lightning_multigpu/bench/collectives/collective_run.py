@@ -197,8 +197,7 @@ def serve(settings: tuple[Implementation, CollectivePlan], seat: Seat, turns: Tu
     implementation, plan = settings
     device = join(implementation, plan.device_type, plan.timeout_s, seat)
     assert dist.group.WORLD is not None
-    hosts = (seat.placement.devices,) if implementation.knows_hosts else ()
-    operations = implementation.make(dist.group.WORLD, *hosts)
+    operations = implementation.make(dist.group.WORLD, seat.placement.devices)
     bench: _Bench | None = None
     calls = 1
     for turn in turns:
