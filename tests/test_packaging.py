@@ -312,7 +312,7 @@ def test_the_wheel_has_the_package_alone_and_trains_from_any_directory(tmp_path:
     run(sys.executable, "-m", "pip", "install", *how, str(ROOT))  # builds a wheel
     names = {path.name for path in (tmp_path / "installed").iterdir()}
     assert names - {"bin"} == {_OURS, f"{_OURS}-{lightning_multigpu.__version__}.dist-info"}
-    assert all((tmp_path / "installed" / _OURS / name).exists() for name in ("py.typed", "report/profile/page.css"))
+    assert all((tmp_path / "installed" / _OURS / name).exists() for name in ("py.typed", "report/page.css"))
     assert run(sys.executable, "-c", f"import {_OURS} as m; print(m.__file__)").startswith(f"{tmp_path}/installed")
     program = str(tmp_path / "installed/bin/lightning-multigpu")
     run(program, "new", "project")

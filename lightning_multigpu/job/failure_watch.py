@@ -85,7 +85,6 @@ class FailureWatch:
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
         all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
         is_lost: whether this rank has failed and the job goes on without it.
-        on_can_be_lost: called by :meth:`can_be_lost`, for the process that has spawned this rank.
     """
 
     def __init__(self, signals: RunSignals) -> None:
@@ -94,7 +93,6 @@ class FailureWatch:
         self.failure: Failure | None = None
         self.ranks_have_ended = self.all_raised = False
         self.is_lost = False
-        self.on_can_be_lost: Callable[[], object] | None = None
         self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
@@ -125,8 +123,6 @@ class FailureWatch:
         Call it when the rank is in no process group with other ranks.
         """
         assert self.client is not None
-        if self.on_can_be_lost is not None:  # first: the process that has spawned the ranks would end them all
-            self.on_can_be_lost()
         self.client.can_be_lost()
         self._can_be_lost = True
 

@@ -191,7 +191,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 "sync_batchnorm=True: under dp BatchNorm keeps the statistics of the first replica's samples; pass "
                 "sync_batchnorm=False, or use strategy='ring_ddp' on GPUs"
             )
-        option_checks.check_machine(self.devices, precision=str(self.precision_plugin.precision))
+        option_checks.check_devices(self.devices)
 
     @override
     def setup_environment(self) -> None:

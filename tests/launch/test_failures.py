@@ -27,7 +27,7 @@ def test_a_program_that_goes_on_after_a_failure_learns_that_ranks_have_ended(tmp
     finished = run(tmp_path, "ring_ddp", "2", "0", "again")
     assert finished.returncode == 1
     last = finished.stderr.strip().splitlines()[-1]
-    assert re.match(r"The job failed: rank 1 \(host \S+, pid \d+\) ended", last)
+    assert re.match(r"The job failed: rank 1 \(host \S+, pid \d+, no step completed\) ended with exit status 1", last)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_multigpu.planning.rank_figures import LaunchQueue, ReadValues
+from lightning_multigpu.planning.rank_figures import LaunchQueue, OperatorTime, ReadValues
 
 _MOST_OPERATORS = 12
 _MOST_LINES = 5
@@ -47,10 +47,10 @@ def traced(read: Callable[[profile], None], *, with_stack: bool) -> Iterator[Non
             recorded.profiler = None
 
 
-def operators_of(recorded: profile) -> list[tuple[str, int, float, float]]:
-    """The 12 operators that take the most time by themselves: name, calls, seconds on the CPU and on a GPU."""
+def operators_of(recorded: profile) -> list[OperatorTime]:
+    """The 12 operators that take the most time by themselves."""
     found = [
-        (each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
+        OperatorTime(each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
         for each in recorded.key_averages()
     ]
     return sorted(found, key=lambda operator: -max(operator[2:]))[:_MOST_OPERATORS]

@@ -13,7 +13,6 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,14 @@ from typing_extensions import override
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.callbacks.probes import host_memory
 from lightning_multigpu.callbacks.profile.operator_trace import launches_of, operators_of, reads_of, traced
-from lightning_multigpu.callbacks.run_report import memory_of
+from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
+from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import LaunchQueue, ReadValues
+from lightning_multigpu.planning.rank_figures import LaunchQueue, MemoryUse, OperatorTime, RankFigures, ReadValues
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.report.profile.profile_document import (
-    MeasuredRank,
-    OperatorTime,
-    PhaseInterval,
-    ProfiledStep,
-    ProfiledTransfer,
-)
-from lightning_multigpu.report.profile.profile_of_ranks import medians
-from lightning_multigpu.report.schema import as_json
+from lightning_multigpu.report.document import HeldMemory, ProfiledRank
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _CALLBACKS = 8
@@ -81,6 +72,7 @@ class ProfiledWindow:
     """The profiled steps of this rank; arguments are as those of :class:`.ProfilerReport`.
 
     Attributes:
+        activations_bytes: the most that autograd kept for backward; None if it was not counted.
         batches: of the step that runs, which its callback counts.
         interrupted: whether a validation or the end of an epoch was in it.
     """
@@ -109,17 +101,17 @@ class ProfiledWindow:
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
         self._activations = activations
-        self._memory: dict[str, int | None] = {}
         self._limit: tuple[str, int] | None = None
         on_gpu = trainer.strategy.root_device.type == "cuda"
         # A second torch.profiler would empty the first.
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
         self._records_operators = (on_gpu if operators is None else operators) and not beside
-        self._operators: list[tuple[str, int, float, float]] = []
+        self._operators: list[OperatorTime] = []
         self._reads: list[ReadValues] = []
         self._launches: LaunchQueue | None = None
         self._trace = trace
         self._stages: StageRecord | None = None
+        self.activations_bytes: int | None = None
         self.batches = 0
         self.interrupted = False
         self._course = self._steps(trainer, wait, warmup, active)
@@ -135,7 +127,7 @@ class ProfiledWindow:
         if self._meter is not None:
             self._meter.flush()
         self.stop()
-        if not self._memory and self._counted:
+        if self._limit is None and self._counted:
             self._complete(trainer)
 
     def stop(self) -> None:
@@ -165,7 +157,7 @@ class ProfiledWindow:
             saved = SavedActivations([*module.parameters(), *module.buffers()])
             with saved.counted():
                 yield
-            self._memory["activations_bytes"] = saved.peak_bytes
+            self.activations_bytes = saved.peak_bytes
         if self._records_operators:
             with traced(self._write, with_stack=False):
                 yield
@@ -186,45 +178,47 @@ class ProfiledWindow:
                 rank_zero_warn(f"the trace of a step was not written: {error}")
                 self._trace = None
 
-    def told(self) -> dict[str, Any]:
-        """A :class:`.MeasuredRank` as JSON, on its own clock."""
+    def told(self, held: HeldMemory | None, peak_bytes: float | None) -> ProfiledRank:
+        """This rank's part of the profile.
+
+        ``held`` is its memory, and ``peak_bytes`` the most that all processes together had in use.
+        """
         spans = [] if self._recorder is None else self._recorder.spans
-        hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
-        measured = MeasuredRank(
+        steps = [self._step(spans, *counted) for counted in self._counted]
+        memory, kinds = None, {} if held is None else held.kinds_bytes
+        of_device = kinds.pop("device_peak", None)  # torch's on a GPU that nobody else could tell of
+        peak_bytes = of_device if peak_bytes is None else peak_bytes
+        if self._limit is not None and peak_bytes is not None:
+            memory = MemoryUse(self._limit[0], peak_bytes, self._limit[1], kinds)
+        figures = RankFigures(
             rank=self._rank,
-            node=self._node,
             host=socket.gethostname(),
+            node=self._node,
+            callbacks_s=medians([_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]),
+            is_metered=self._meter is not None,
+            data_workers=self._workers,
             threads=torch.get_num_threads(),
             cores=usable_cores(),
-            data_workers=self._workers,
-            clock_offset_s=self.now() - time.time(),
-            callbacks_s=medians(hooks),
-            operators=[OperatorTime(*each) for each in self._operators],
-            reads=self._reads,
-            steps=[self._step(spans, *counted) for counted in self._counted],
-            stages=self._stages,
-            is_metered=self._meter is not None,
-            memory=self._memory or None,
-            limit=self._limit,
+            memory=memory,
+            operators=self._operators,
             launches=self._launches,
             trace=str(self._trace) if self._operators and self._trace else None,
+            reads=self._reads,
+            **(figures_of(steps) if steps else {"steps": 0, "phases_s": {}}),
         )
-        found: dict[str, Any] = as_json(measured)
-        return found
+        return ProfiledRank(figures=figures, stages=self._stages)
 
     def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
         within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
         transfers = [
-            ProfiledTransfer(
+            TimedTransfer(
                 *(t.operation, t.group, t.group_size, *t.interval()), t.size_bytes, t.sent_bytes, t.memory_bytes
             )
             for t in self._transfers
         ]
         return ProfiledStep(
-            start_s=start_s,
-            end_s=end_s,
             batches=batches,
-            parts=[PhaseInterval(p.name, p.start_s, p.end_s) for p in self._parts(within, start_s, end_s)],
+            parts=self._parts(within, start_s, end_s),
             transfers=[transfer for transfer in transfers if start_s <= transfer.start_s < end_s],
         )
 
@@ -285,20 +279,14 @@ class ProfiledWindow:
                     logger.log_metrics = before  # type: ignore[method-assign]
 
     def _complete(self, trainer: Trainer) -> None:
-        """The steps are recorded: takes the newest record of stages, and the memory."""
+        """The steps are recorded: takes the newest record of stages, and the limit of the memory."""
         strategy, device = trainer.strategy, trainer.strategy.root_device
         if isinstance(strategy, MultiGPUStrategy):
             self._stages = strategy.stage_record()
         if device.type == "cuda":
             self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
-        elif device.type == "cpu":
-            self._limit = host_memory()[::2]
-        memory = memory_of(trainer)
-        if memory is None:  # optimizer states are elsewhere
-            held = asdict(measured_bytes(trainer.lightning_module.parameters(), []))
-            self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}
         else:
-            self._memory = asdict(memory)
+            self._limit = host_memory()[::2]
 
 
 def _profiler(trainer: Trainer) -> Profiler:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lightning_multigpu.engine.activation_checkpointing import default_dtype
+from lightning_multigpu.engine.micro_batches import combined_loss
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.replaced_attributes import replaced
 
@@ -54,10 +55,7 @@ class JointLoss:
     def value(self) -> Tensor:
         """The joint loss, on the first device, with a gradient function if a replica's loss has one."""
         device = self.losses[0].device
-        counted = [
-            loss.detach().to(device) * weight for loss, weight in zip(self.losses, self.weights, strict=True) if weight
-        ]
-        total = sum(counted[1:], counted[0])
+        total = combined_loss([loss.detach().to(device) for loss in self.losses], self.weights)
         if not any(loss.requires_grad for loss in self.losses) or not self.parameters[0]:
             return total
         replicas = _Replicas.apply(self, *self.parameters[0])  # type: ignore[no-untyped-call]

@@ -35,7 +35,6 @@ class WatchedRank:
         finished: True while the rank needs no other rank: it rests or has left.
         at_end: True once the rank has reached the end of its run, and waits for the others.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
-        temporary: a directory of its workers, which it cannot remove if it is killed.
         reported_exit_code: the exit status that the rank's parent has reported.
         lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
         raises: the rank has raised the job's failure, and asks to show it if its program does not catch it.
@@ -51,7 +50,6 @@ class WatchedRank:
         self.at_end = False
         self.raised: Raised | None = None
         self.joining_until_s: float | None = None
-        self.temporary: str | None = None
         self.reported_exit_code: int | None = None
         self.can_be_lost = self.has_left = self.raises = False
         self.advice: str | None = None

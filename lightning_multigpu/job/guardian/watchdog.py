@@ -22,7 +22,7 @@ from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess,
 from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
 from lightning_multigpu.job.guardian.ranks import Raised, Ranks, WatchedRank
 from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
-from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
+from lightning_multigpu.job.guardian.workers import Workers
 
 _SHORTEST_PAUSE_S = 1.0
 _SHORTEST_ROUND_S = 0.05
@@ -70,7 +70,6 @@ class Watchdog:
         self._hosts.close()
         if self._shutdown is not None and not self._is_caught():
             self._shutdown.show(self._ranks)
-        self._remove_temporary()
 
     def turn(self) -> None:
         """Handles messages until the next look at the ranks, and looks at them."""
@@ -84,16 +83,6 @@ class Watchdog:
             self._hang_watch.restart_timers(now_s)
         self._now_s = now_s
         self._observe()
-
-    def _remove_temporary(self) -> None:
-        """Removes the directories of ranks that could not; one may have been killed right after it had named its."""
-        for connection, rank in self._connections.items():
-            for message in connection.arriving():
-                if message["kind"] == "temporary":
-                    rank.temporary = message["directory"]
-        for rank in self._ranks:
-            if rank.temporary is not None and rank.process.state() == ENDED:
-                remove_temporary(rank.temporary)
 
     def _serve(self) -> None:
         """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
@@ -241,11 +230,7 @@ class Watchdog:
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = {rank.process.pid for rank in self._ranks}
-        left = [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
-        for rank in ranks:
-            if rank.temporary is not None and not left:
-                remove_temporary(rank.temporary)
-        return not left
+        return not [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
 
     def _lost_have_ended(self) -> bool:
         """Kills lost ranks whose time is over, and ends their workers; a rank that has left ends itself."""
@@ -425,8 +410,6 @@ class Watchdog:
             rank.joining_until_s = None
         elif kind == "can be lost":
             rank.can_be_lost = True
-        elif kind == "temporary":
-            rank.temporary = message["directory"]
         elif kind == "directory":
             self._directory, self._node_rank = message["directory"], message["node_rank"]
         elif kind == "counts interrupts":

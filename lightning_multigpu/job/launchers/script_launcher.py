@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 # Children by rank; they run this script to its end. They are not collected before: the guardian reads their statuses.
 _STARTED: dict[int, subprocess.Popen[bytes]] = {}
-_PATIENCE = 0.6  # of failure_timeout_s; before its end the guardian ends the first rank, too
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
@@ -72,11 +71,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             print_if_uncaught(error, watch.report(self._run, trainer))
             if watch.client is not None and watch.asks_to_show(self._run):
                 watch.client.raises()
-            if not (watch.is_lost or watch.all_raised):
-                _wait(_STARTED.values(), _PATIENCE * self._run.failure_timeout_s)
-                for child in _STARTED.values():
-                    child.kill()
-                    child.wait()
             raise
 
     def _check_started(self) -> None:
@@ -128,15 +122,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         signals = self._joining.watch.signals
         if signum == signal.SIGTERM and signals.has_agreed(signal.SIGTERM):
             return
-        if signum == signal.SIGKILL:
-            _wait(self.procs, self._run.failure_timeout_s)
+        until_s = time.monotonic() + self._run.failure_timeout_s
+        for child in self.procs if signum == signal.SIGKILL else ():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, until_s - time.monotonic()))
         super().kill(signum)
         if signum == signal.SIGKILL and signals.late:  # Lightning ends this process with exit status 1 otherwise
             raise SystemExit(INTERRUPTED_STATUS)
-
-
-def _wait(children: Iterable[subprocess.Popen[bytes]], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    for child in children:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(max(0.0, deadline - time.monotonic()))

@@ -35,7 +35,7 @@ from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpo
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, has_trained
 from lightning_multigpu.job.guardian import Failure, Guardian
 from lightning_multigpu.job.guardian.failure import host_name
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
@@ -51,15 +51,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
     from lightning.pytorch.strategies import ParallelStrategy
 
-_POLL_S = 0.2
-_AT_ONCE_S = 2.0
 _TUNED_IN_VAIN = (
     "a Tuner changes the module of the process that it runs in, and spawned ranks end with theirs; tune with "
     "start_method='popen', under 'ring_ddp' for example"
 )
-_CAN_BE_LOST = "can be lost"  # sent by a rank without which the job goes on, before its answer
 _INTERRUPTED = "interrupted"  # the answer of a rank that a SIGINT, to it or to another rank, has ended in order
-_GUARDIAN_S = 2.0  # beyond failure_timeout_s, in which it has to end the ranks
 
 
 class SpawnLauncher(MultiProcessingLauncher):
@@ -195,13 +191,13 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    ``in_full``: the failure is this rank's own. ``is_programs``: all ranks have raised it. ``checkpoint`` is the file
+    ``in_full``: the failure is this rank's own. ``all_raised``: all ranks have raised it. ``checkpoint`` is the file
     to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
     """
 
     failure: Failure
     in_full: bool = False
-    is_programs: bool = False
+    all_raised: bool = False
     checkpoint: str | None = None
     pickled: bytes = b""
 
@@ -227,7 +223,6 @@ class _Task:
                 args, kwargs = disable_module_memory_sharing((args, kwargs))
         set_num_threads_if_needed(num_processes=run.ranks_per_host)
         os.environ["LOCAL_RANK"] = str(local_rank)
-        watch.on_can_be_lost = partial(answers.send_bytes, pickle.dumps(_CAN_BE_LOST))
         try:
             joining.begin(run, address=address)
             returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
@@ -292,8 +287,6 @@ class _Ranks:
         self._first_rank = run.node_rank * run.ranks_per_host
         self._pipes: list[Connection] = []
         self._answers: dict[int, Any] = {}
-        self._can_be_lost: set[int] = set()
-        self._bad: list[int] = []
         self.processes: list[Any] = []
         context: Any = multiprocessing.get_context(start_method)
         try:
@@ -314,70 +307,56 @@ class _Ranks:
             raise
 
     def await_end(self) -> None:
-        """Reads answers until all processes have ended; after a failure they have ``failure_timeout_s`` to end."""
+        """Reads answers until all processes have ended; after a failure their guardian ends them."""
         left = dict(enumerate(self.processes))
-        deadline_s: float | None = None
         while left:
-            remaining_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             watched = [process.sentinel for process in left.values()]
-            wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)], timeout=remaining_s)
+            wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)])
             for index, process in list(left.items()):
                 has_ended = process.exitcode is not None  # checked before the pipe is read for the last time
                 self._read(index)
                 if has_ended:
                     del left[index]
-                    self._note_end(index, process.exitcode)
-            if self._bad and deadline_s is None:
-                deadline_s = time.monotonic() + self._timeout_s + _GUARDIAN_S
-                if all(self.processes[i].exitcode == 0 for i in self._bad):
-                    for process in left.values():
-                        process.terminate()  # the guardian may have seen no failure
-            if deadline_s is not None and time.monotonic() > deadline_s:
-                for process in left.values():
-                    process.kill()
+                    self._pipes[index].close()
+                    self._guardian.ended(self._first_rank + index, process.exitcode)
 
     def result(self) -> _Result:
-        """The answer of the first rank; raises if a rank has failed, or a signal has ended the ranks."""
+        """The answer of the first rank, which has come to the end of its run with all ranks that were not lost.
+
+        Raises the exception of a rank that has failed, or what the first process raises at a signal.
+        """
         codes = [process.exitcode for process in self.processes]
-        if not self._bad and _INTERRUPTED in self._answers.values():
-            raise KeyboardInterrupt
-        if not self._bad and 0 not in self._answers:  # another host's first rank was lost
-            self._bad.append(0)
         failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
-        if not failed and self._bad and all(codes[index] == SIGTERM_STATUS for index in self._bad):
+        if not failed and isinstance(result := self._answers.get(0), _Result):
+            return result
+        if not failed and _INTERRUPTED in self._answers.values():
+            raise KeyboardInterrupt
+        if not failed and {*codes} - {0} == {SIGTERM_STATUS}:
             raise SystemExit(SIGTERM_STATUS)
-        if not failed and self._bad:
-            index = next((index for index in self._bad if codes[index] < 0), self._bad[0])
+        if not failed:
+            index = codes.index(min(codes)) if min(codes) < 0 else codes.index(next(filter(None, codes), 0))
             when = " before its work was done" if codes[index] == 0 else ""
             what = f"{ended_text(codes[index])}{when}"
             failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
             failed = [_Failed(failure)]
-        if failed:
-            first = min(failed, key=lambda each: not each.in_full)
-            error = _exception_of(first)
-            show = None if first.is_programs else self._guardian.show
-            limit = partial(limit_exit, self._timeout_s)
-            report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
-            print_if_uncaught(error, report)
-            self._guardian.raises()
-            weakref.finalize(report, self._guardian.stop)
-            raise error from None
-        result = self._answers[0]
-        assert isinstance(result, _Result)
-        return result
+        first = min(failed, key=lambda each: not each.in_full)
+        error = _exception_of(first)
+        show = None if first.all_raised else self._guardian.show
+        limit = partial(limit_exit, self._timeout_s)
+        report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
+        print_if_uncaught(error, report)
+        self._guardian.raises()
+        weakref.finalize(report, self._guardian.stop)
+        raise error from None
 
     def interrupt(self) -> None:
-        """After a first Ctrl-C: lets the ranks end in order; at a second one, ends this process and them."""
-        since_s = time.monotonic()
-        self._signal(signal.SIGINT)  # ranks that the terminal has signalled already count it once
-        try:
-            while any(process.is_alive() for process in self.processes):
-                with contextlib.suppress(*[KeyboardInterrupt] * (time.monotonic() - since_s < SAME_INTERRUPT_S)):
-                    time.sleep(_POLL_S)
-        except KeyboardInterrupt:
-            self._join(_AT_ONCE_S)  # their guardian ends them
-            self._signal(signal.SIGKILL)
-            os._exit(INTERRUPTED_STATUS)
+        """After a Ctrl-C: lets the ranks end in order; at a second one their guardian ends them.
+
+        Ranks that the terminal has signalled too count both signals as one.
+        """
+        signal.signal(signal.SIGINT, lambda *_: self._signal(signal.SIGINT))
+        self._signal(signal.SIGINT)
+        self.await_end()
 
     def end(self) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -390,25 +369,14 @@ class _Ranks:
                 os.kill(process.pid, number)
 
     def _join(self, timeout_s: float) -> None:
-        deadline_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + timeout_s
         for process in self.processes:
-            process.join(max(0.0, deadline_s - time.monotonic()))
+            process.join(max(0.0, until_s - time.monotonic()))
 
     def _read(self, index: int) -> None:
         pipe = self._pipes[index]
         try:
             while not pipe.closed and pipe.poll():
-                answer = pickle.loads(pipe.recv_bytes())
-                if answer == _CAN_BE_LOST:
-                    self._can_be_lost.add(index)
-                else:
-                    self._answers[index] = answer
+                self._answers[index] = pickle.loads(pipe.recv_bytes())
         except (EOFError, OSError):
             pipe.close()
-
-    def _note_end(self, index: int, exit_code: int) -> None:
-        self._pipes[index].close()
-        is_good = self._answers.get(index) == _INTERRUPTED or (exit_code == 0 and index in self._answers)
-        if index not in self._can_be_lost and not is_good:
-            self._bad.append(index)
-        self._guardian.ended(self._first_rank + index, exit_code)
