@@ -36,9 +36,7 @@ class RankFigures:
         is_metered: whether its strategy measures transfers.
         batches: batches of an optimizer step.
         data_workers: worker processes of its DataLoader; absent if unknown.
-        threads: intra-op threads.
-        cores: cores that the processes of its host may use.
-        memory: memory in use; absent if not measured.
+        parameters_bytes: of the parameters that it holds.
         operators: of one step, those with the most time of their own; empty if operators were not recorded.
         launches: the launches of that step's kernels; absent without a GPU.
         trace: the file of torch's profiler with that step, on the rank's host.
@@ -59,9 +57,7 @@ class RankFigures:
     is_metered: bool = True
     batches: int = 1
     data_workers: int | None = None
-    threads: int = 1
-    cores: int = 1
-    memory: MemoryUse | None = None
+    parameters_bytes: int = 0
     operators: Sequence[OperatorTime] = ()
     launches: LaunchQueue | None = None
     trace: str | None = None
@@ -165,23 +161,6 @@ class ReadValues:
     function: str
     count: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Memory in use on a rank's GPU, on its host, or in the container that limits the host's memory.
-
-    Attributes:
-        place: "GPU", "host" or "container".
-        peak_bytes: the most bytes that all processes together had in use.
-        limit_bytes: the most bytes that they can have.
-        kinds_bytes: bytes that the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
-    """
-
-    place: str
-    peak_bytes: float
-    limit_bytes: float
-    kinds_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

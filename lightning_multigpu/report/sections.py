@@ -111,13 +111,13 @@ def verdict(report: RunDocument) -> list[str]:
     if (profile := report.profile) is None:
         return _cost_of_communication(report)
     rank = profile.shown
-    if not profile.savings:
+    if not profile.findings:
         largest = max(rank.phases_s, key=lambda phase: rank.phases_s[phase])
         return [
             f"No remedy is known that would save 5 % of a step; its largest part is {words(largest)}, "
             f"{_part(rank, rank.phases_s[largest])}."
         ]
-    first = profile.savings[0]
+    first = profile.findings[0]
     names = " and ".join(words(phase) for phase in first.phases if phase in rank.phases_s)
     # Reads of values lie within several phases, and several ranks may share what a remedy saves.
     seconds = max(first.saving_s, rank.of(*first.phases))
@@ -152,7 +152,7 @@ def _part(rank: RankFigures, seconds: float) -> str:
 
 def step_tree(profile: Profile) -> list[TreeRow]:
     """The step of the rank that the verdict is about, its phases and what is known of their parts; marks the cause."""
-    rank, cause = profile.shown, profile.savings[0] if profile.savings else None
+    rank, cause = profile.shown, profile.findings[0] if profile.findings else None
     inside = {"communication": rank.waits_s, "callbacks": rank.callbacks_s}
 
     def row(depth: int, name: str, seconds: float, *, is_cause: bool = False) -> TreeRow:
@@ -171,15 +171,16 @@ def step_tree(profile: Profile) -> list[TreeRow]:
 def sections(report: RunDocument) -> Iterator[Section]:
     """All that was measured."""
     if report.profile is not None:
-        for of_profile in (_phases, _schedule, _transfers):
-            yield from of_profile(report.profile, report.strategy.name)
+        yield from _phases(report.profile)
+        yield from _schedule(report.profile)
+        yield from _transfers(report.profile, report.strategy.name)
     for of_run in (_whole_run, _memory, _staleness):
         yield from of_run(report)
     if report.profile is not None:
         yield from _operators(report.profile)
 
 
-def _phases(profile: Profile, _: str) -> Iterator[Section]:
+def _phases(profile: Profile) -> Iterator[Section]:
     used = _used_phases([profile])
     rows = []
     for rank in profile.ranks:
@@ -198,7 +199,7 @@ def _used_phases(profiles: Sequence[Profile]) -> list[str]:
     return [phase for phase in PHASES if any(phase in rank.phases_s for each in profiles for rank in each.ranks)]
 
 
-def _schedule(profile: Profile, _: str) -> Iterator[Section]:
+def _schedule(profile: Profile) -> Iterator[Section]:
     """A section for each pipeline; the first one has the picture."""
     for index, step in enumerate(profile.pipelines):
         used, number_of = usage(step.timelines), "" if len(profile.pipelines) == 1 else f" in pipeline {index}"
