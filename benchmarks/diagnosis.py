@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from benchmarks.heading import heading
 from lightning_multigpu import ParameterServerStrategy, PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.callbacks import ProfilerReport
-from lightning_multigpu.report.profile.profile_document import FILE_NAME
+from lightning_multigpu.report.document import FILE_NAME
 
 BATCH = 32
 CASES: dict[str, tuple[list[float], str]] = {
@@ -112,7 +112,7 @@ def train(case: str, value: float, directory: str, *, remedied: bool) -> None:
     nodes = int(os.environ.get("NUM_NODES", "1"))
     L.Trainer(
         accelerator="cpu", devices=2 // nodes, num_nodes=nodes, strategy=strategy, max_steps=32, logger=False,
-        callbacks=[ProfilerReport(wait=5, warmup=2, active=12, print_report=False)], default_root_dir=directory,
+        callbacks=[ProfilerReport(wait=5, warmup=2, active=12, print_table=False)], default_root_dir=directory,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     ).fit(module, DataLoader(Samples(value if case == "input" else 0.0), batch_size=BATCH, **options))  # fmt: skip
 
@@ -143,7 +143,7 @@ def profile_of(case: str, value: float, *, remedied: bool) -> dict[str, Any]:
         finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=600)
         if finished.returncode:
             raise SystemExit(f"{' '.join(command)} ended with {finished.returncode}:\n{finished.stderr[-4000:]}")
-        profile: dict[str, Any] = json.loads((Path(directory) / FILE_NAME).read_text())
+        profile: dict[str, Any] = json.loads((Path(directory) / FILE_NAME).read_text())["profile"]
         return profile
 
 

@@ -26,7 +26,8 @@ from tests.world import free_port
 
 _MARK = "FAULT_JOB_MARK"
 _POLL_S = 0.05
-_OF_OPEN_MPI = "ompi."  # Lightning imports mpi4py where there is one, and a rank that is killed leaves its folder
+# Folders that a killed rank leaves: of Open MPI, where Lightning imports mpi4py, and of multiprocessing.
+_OF_LIBRARIES = ("ompi.", "pymp-")
 _WEIGHTS = re.compile(r"^weights (\d+\.\d+)$", re.MULTILINE)
 # Python code that never returns is reported, and ends nothing; the job is then ended from here.
 REPORTED = ("hang",)
@@ -171,7 +172,7 @@ class FaultJob:
         leaks += [f"/dev/shm/{name}" for name in abandoned_shared_memory(segments)]
         # Else they are what processes had that have just been ended; a host that vanishes takes its own with it.
         if not left and kind != "vanish":
-            temporary = sorted(path for path in self._temporary.iterdir() if not path.name.startswith(_OF_OPEN_MPI))
+            temporary = sorted(path for path in self._temporary.iterdir() if not path.name.startswith(_OF_LIBRARIES))
             by_torch = [path for path in temporary if self._in_loader and is_probe_of_torch(path)]
             leaks += [f"temporary {path.name}" for path in temporary if path not in by_torch]
         leaks += [f"half-written {path.name}" for path in sorted(self._saved.rglob("*")) if not is_whole(path)]
@@ -345,7 +346,7 @@ def shared_memory(process: psutil.Process) -> set[Path]:
 
 def is_whole(path: Path) -> bool:
     """A checkpoint is a zip archive, whose table of contents is written last. A file about the failure may be there."""
-    if path.is_dir() or path.match("failure-*.txt") or path.match("hang-*.txt"):
+    if path.is_dir() or path.match("failure-*.txt"):
         return True
     return path.suffix == ".ckpt" and zipfile.is_zipfile(path)
 

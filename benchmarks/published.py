@@ -7,14 +7,15 @@ Nothing is measured and nothing is fitted. What a publication does not state is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_multigpu.planning.pipelines.timeline import bubble, theoretical
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes, bubble, theoretical
 from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
-from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, PresetModel, profile_of
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
+from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, PresetModel, even_gradients, moved, profile_of
 from lightning_multigpu.planning.scaling.step_model import Candidate, Prediction, one_device, predict
 
 _P100 = Machine(
@@ -26,14 +27,11 @@ _DGX2 = Machine(
     inside=Link(5e-6, 2 / 300e9),
 )  # fmt: skip
 _V100 = replace(_DGX2, name="8 V100", devices=8, flops_per_s={"float32": 15.7e12}).with_link(100)
-# torchvision's parameters, and 3 x 2 x its multiply-adds for a step of one image.
 _IMAGES = {
-    name: PresetModel(parameters, 64, "torchvision", devices=1, sample_flops=6 * multiply_adds)
-    for name, parameters, multiply_adds in (
-        ("Inception V3", 27.2e6, 5.71e9), ("ResNet-101", 44.5e6, 7.80e9), ("VGG-16", 138.4e6, 15.47e9),
-        ("ResNet-50", 25.6e6, 4.09e9),
-    )
+    "Inception V3": (27.2e6, 5.71e9), "ResNet-101": (44.5e6, 7.80e9), "VGG-16": (138.4e6, 15.47e9),
+    "ResNet-50": (25.6e6, 4.09e9),
 }  # fmt: skip
+"""torchvision's parameters, and multiply-adds of an image."""
 
 
 class Row(NamedTuple):
@@ -68,9 +66,18 @@ def _data_parallel() -> Iterator[Row]:
 
 
 def _ring(name: str, machine: Machine, world: World, bucket_mb: int) -> tuple[Prediction, Prediction]:
-    profile = profile_of(name, _IMAGES[name], machine, gradient_bytes=4)
+    parameters, multiply_adds = _IMAGES[name]
+    profile = moved(_profile(parameters, (4, 4, 8), 64, 64 * 3 * 2 * multiply_adds), machine)
     candidate = Candidate("ring_ddp", {"bucket_cap_mb": bucket_mb})
     return predict(profile, machine, candidate, world), one_device(profile, machine)
+
+
+def _profile(parameters: float, bytes_: Sequence[int], samples: int, flops: float) -> ModelProfile:
+    held = HeldBytes(*(round(parameters) * each for each in bytes_))
+    return ModelProfile(
+        name="", samples=samples, parameters=round(parameters), held=held, activations_bytes=0, flops=flops,
+        gradients=even_gradients(held.gradients_bytes), phases={1: Phases(forward_s=1 / 3, backward_s=2 / 3)},
+    )  # fmt: skip
 
 
 def _tensor_split() -> Iterator[Row]:
@@ -81,8 +88,8 @@ def _tensor_split() -> Iterator[Row]:
     sizes = {1: (1.2e9, 40, 1536, 16), 2: (2.5e9, 54, 1920, 20), 4: (4.2e9, 64, 2304, 24), 8: (8.3e9, 72, 3072, 32)}
     rates = {}
     for ranks, (parameters, layers, width, heads) in sizes.items():
-        model = PresetModel(parameters, 8 * 1024, "", 1024, 1, layers, width, heads)
-        profile = profile_of("GPT-2", model, _DGX2, [ranks], utilisation=0.48)
+        model = PresetModel(parameters, layers, width, heads, samples=8, sequence=1024)
+        profile = moved(profile_of("GPT-2", model, [ranks]), _DGX2, utilisation=0.48)
         name = "one_device" if ranks == 1 else "tensor_split"
         step_s = predict(profile, _DGX2, Candidate(name), World(1, ranks)).step_s
         rates[ranks] = profile.flops / step_s / ranks
@@ -108,15 +115,16 @@ def _pipelines() -> Iterator[Row]:
 
 
 def _memory_and_servers() -> Iterator[Row]:
-    model, machine = PresetModel(7.5e9, 1, ""), MACHINES["a100_400gbit"]
-    one, what = profile_of("", model, machine).held, "ZeRO, 7.5B parameters, 64 GPUs"
+    machine = MACHINES["a100_400gbit"]
+    profile = moved(_profile(7.5e9, (2, 2, 12), 1, 1.0), machine)
+    one, what = profile.held, "ZeRO, 7.5B parameters, 64 GPUs"
     states = (one.parameters_bytes + one.gradients_bytes + one.optimizer_bytes / 64) / 1e9
     yield Row(f"{what}: optimizer states sharded", 31.4, states, "GB", "4 + 12/64 bytes a parameter")
     for name, published, inputs in (
         ("ring_ddp", 120, "16 bytes a parameter"),
         ("ddp_sharded", 16.6, "2 + 14/64 bytes a parameter (gradients sharded too)"),
     ):
-        held = predict(profile_of("", model, machine), machine, Candidate(name), World(8, 8)).memory.total / 1e9
+        held = predict(profile, machine, Candidate(name), World(8, 8)).memory.total / 1e9
         yield Row(f"{what}: {name}", published, held, "GB", inputs)
     size, link, n = 1e9, Link(0.0, 8e-9 / 100), 32
     optimum_s = {k: 2 * n * (n - 1) * size / ((n * n + k * n - 2 * k) * link.bytes_per_s) for k in (0, n)}
@@ -133,13 +141,9 @@ def _memory_and_servers() -> Iterator[Row]:
 def _computation() -> Iterator[Row]:
     planned = 3072 * 312e12 * 0.5 / 1e15
     yield Row("Megatron-LM, 3,072 A100: PFLOP/s", 502, planned, "PFLOP/s", "the usual 50 %; 502 is 52.4 % of the peak")
-    gpt3 = MODELS["gpt3_175b"]
-    seconds = gpt3.flops(1536) / (1024 * 312e12 * 0.5)
+    seconds = profile_of("", MODELS["gpt3_175b"], samples=1536).flops / (1024 * 312e12 * 0.5)
     inputs = "batch of 1,536 x 2,048, 50 %; no forward pass twice, no bubble, no communication (they state 44 %)"
     yield Row("Megatron-LM, GPT-3 175B, 1,024 A100: step", 32, seconds, "s", inputs)
-    days = MODELS["clip"].flops(32 * 400e6) / (592 * 125e12 * 0.5) / 86_400
-    inputs = "32 x 400e6 pairs, 125 TFLOP/s at 50 %; 18 days are 18 % of the peak"
-    yield Row("CLIP RN50x64, 592 V100: training", 18, days, "days", inputs)
 
 
 def table() -> list[str]:

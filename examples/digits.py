@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset, random_split
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_multigpu import find_last_checkpoint  # importing the pack makes its strategies known to Lightning
-from lightning_multigpu.callbacks import ProfilerReport, RunReport
-from lightning_multigpu.report import run_table
+from lightning_multigpu.callbacks import ProfilerReport
+from lightning_multigpu.report.text import text
 
 NUM_CLASSES = 10
 Batch = list[Tensor]
@@ -128,8 +128,7 @@ class DigitsData(L.LightningDataModule):
 def main() -> None:
     options = parse_options()
     L.seed_everything(options.seed)
-    report = RunReport(print_table=False)  # shown below, when the accuracy is known too
-    profile = ProfilerReport(print_report=False)  # a page in the run's folder
+    report = ProfilerReport(print_table=False)  # shown below, when the accuracy is known too
     trainer = L.Trainer(
         strategy=options.strategy,
         accelerator=choose_accelerator(options.accelerator, options.devices),
@@ -138,7 +137,7 @@ def main() -> None:
         max_epochs=options.max_epochs,
         logger=CSVLogger("runs", name="digits"),
         log_every_n_steps=10,
-        callbacks=[report, profile, ModelCheckpoint(filename="last", save_on_exception=True)],
+        callbacks=[report, ModelCheckpoint(filename="last", save_on_exception=True)],
     )
     model, data = DigitsCNN(), DigitsData(batch_size=options.batch_size)
     trainer.fit(model, data, ckpt_path=options.resume and find_last_checkpoint(options.resume))
@@ -146,10 +145,9 @@ def main() -> None:
     if trainer.is_global_zero:
         print(f"test accuracy: {metrics['test_accuracy']:.4f}")
         assert report.report is not None
-        run_table.show(report.report)
+        print(text(report.report))
         print(f"written to {report.path}")
-        if profile.page_path is not None:
-            print(f"where the time of a step went: {profile.page_path}")
+        print(f"where the time of a step went: {report.page_path}")
 
 
 def parse_options() -> argparse.Namespace:

@@ -12,14 +12,13 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from lightning_multigpu._registration import register_with_lightning
+from lightning_multigpu.registry import STRATEGIES, StrategyRow, register_all, register_with_lightning
 
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metering.meter import Meter
     from lightning_multigpu.engine.errors import PipelineError
     from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint
     from lightning_multigpu.job.guardian import RankFailedError
-    from lightning_multigpu.registry import STRATEGIES, StrategyRow, register_all
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
         DataParallelStrategy,
@@ -58,10 +57,7 @@ _OTHER_MODULES = {
     "Meter": "lightning_multigpu.communication.metering.meter",
     "PipelineError": "lightning_multigpu.engine.errors",
     "RankFailedError": "lightning_multigpu.job.guardian",
-    "STRATEGIES": "lightning_multigpu.registry",
-    "StrategyRow": "lightning_multigpu.registry",
     "find_last_checkpoint": "lightning_multigpu.job.checkpoint_files.last_checkpoint",
-    "register_all": "lightning_multigpu.registry",
 }
 
 

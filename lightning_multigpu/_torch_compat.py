@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch import eager_transforms, vmap
+from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.optim import optimizer as optimizers
 
@@ -116,6 +118,22 @@ def update_together(kind: type[Tensor]) -> None:
     torch has no public way; DTensor enters itself into the same list.
     """
     optimizers._foreach_supported_types.append(kind)
+
+
+def is_transformed(values: Iterable[Any] = ()) -> bool:
+    """Whether a transform of torch.func (vmap, grad, ...) runs, or one of the tensors has a forward-mode derivative."""
+    if torch._C._are_functorch_transforms_active():
+        return True
+    tensors = (value for value in values if isinstance(value, Tensor)) if forward_ad._current_level >= 0 else ()
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)  # type: ignore[no-untyped-call]
+
+
+ENTRANCES = tuple(
+    (module, name)
+    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim"))
+    if hasattr(module, name)
+)
+"""Functions that get each tensor which enters a transform of torch.func, and take a subclass for a plain tensor."""
 
 
 def step_without_outputs(schedule: Any, target: torch.Tensor | None) -> None:

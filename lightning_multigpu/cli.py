@@ -60,10 +60,10 @@ class Command(NamedTuple):
 
 COMMANDS: tuple[Command, ...] = (
     Command("new", "write a small project that trains at once", "new"),
-    Command("fit", "train a model", "early_checks"),
-    Command("validate", "run a model over its validation data", "early_checks"),
-    Command("test", "run a model over its test data", "early_checks"),
-    Command("predict", "compute a model's predictions", "early_checks"),
+    Command("fit", "train a model", "fit"),
+    Command("validate", "run a model over its validation data", "fit"),
+    Command("test", "run a model over its test data", "fit"),
+    Command("predict", "compute a model's predictions", "fit"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("plan", "predict step time, memory and scaling under every strategy, without training", "plans.plan"),
     Command("report", "show the profile of a run, or compare those of several", "profiles"),
@@ -73,7 +73,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("serve", "run a parameter server on this machine, for workers that name it", "serve"),
     Command("emulate", "run a command on emulated hosts of this machine", "emulate"),
     Command("doctor", "check this host, or all hosts of a job, and print what a bug report needs", "doctor"),
-    Command("topology", "show what joins the devices, and the path that bytes take", "topology_report"),
+    Command("topology", "show what joins the devices, and the path that bytes take", "topology"),
 )
 
 

@@ -1,13 +1,18 @@
 """Registry of the strategies: one row for each name that ``Trainer(strategy=...)`` accepts.
 
-A row names its class and imports it when it is asked for, so that the table can be read without Lightning.
+A row names its class and imports it when it is asked for, so that the table can be read without Lightning. Lightning's
+registry holds the rows, which make their strategies, so that names can be registered before any class is imported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -51,6 +56,10 @@ class StrategyRow:
         """The class behind the name; imports Lightning."""
         module, _, name = self.class_path.rpartition(".")
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
+
+    def __call__(self, **options: Any) -> MultiGPUStrategy | DataParallelStrategy:
+        """A new strategy; Lightning's registry calls its entry with the options of the name."""
+        return self.strategy(**options)
 
 
 _RING_DDP: dict[str, Any] = {
@@ -225,4 +234,40 @@ def register_all() -> None:
 
     for row in STRATEGIES:
         if row.name not in StrategyRegistry:
-            StrategyRegistry.register(row.name, row.strategy, description=row.summary, override=False, **row.options)
+            StrategyRegistry.register(row.name, row, description=row.summary, override=False, **row.options)
+
+
+def register_with_lightning() -> None:
+    """Registers every strategy now if Lightning has been imported, else as soon as it is.
+
+    Lightning has no entry point for strategies. Importing it here would take seconds and 400 MB of each process that
+    needs none of it: the command line's help, parameter servers, ranks of a bench.
+    """
+    if _LIGHTNING in sys.modules:
+        register_all()
+    else:
+        sys.meta_path.insert(0, _ImportWatch())
+
+
+_LIGHTNING = "lightning.pytorch.strategies"
+
+
+class _ImportWatch(MetaPathFinder):
+    """Registers the strategies at the end of the import of Lightning's registry, and is gone then."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _LIGHTNING or (spec := PathFinder.find_spec(fullname, path)) is None:
+            return None
+        loader: Any = spec.loader
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            del loader.exec_module
+            execute(module)
+            sys.meta_path.remove(self)
+            register_all()
+
+        loader.exec_module = exec_module
+        return spec

@@ -68,3 +68,20 @@ def test_a_step_merges_no_outputs(kind: type[Schedule]) -> None:
     schedule, target = kind(), torch.arange(2)
     step_without_outputs(schedule, target)
     assert schedule.target is target
+
+
+def test_transforms_of_torch_func_are_seen() -> None:
+    """If this fails, torch has renamed what refuses torch.func under tensor_split and pipelines."""
+    assert len(_torch_compat.ENTRANCES) == 2
+    seen: list[bool] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch_compat.is_transformed())
+        return x.sin().sum()
+
+    note(torch.ones(2))
+    for transform, (module, name) in zip((torch.func.grad, torch.func.vmap), _torch_compat.ENTRANCES, strict=True):
+        with patch.object(module, name, wraps=getattr(module, name)) as entrance:
+            transform(note)(torch.ones(2))
+        assert entrance.called
+    assert seen == [False, True, True]

@@ -57,10 +57,10 @@ def hang_report(place: Place) -> str:
     with HangingJob(place.directory / "job", "popen", "behind", place.card.variables) as job:
         for number in range(1, _MOST_REPORTS + 1):  # a first collective of NCCL may take long enough for one of its own
             report = job.reports(number)[number - 1]
-            if "rank 1 has not come" in report:
+            if "Rank 1 never came" in report:
                 break
-        assert re.search(r"rank 0 .*in all_reduce #\d+ of group data", report, re.IGNORECASE), report
-        assert "rank 1 has not come" in report, report
+        assert re.search(r"^  0 .*all_reduce #\d+ of group data", report, re.MULTILINE), report
+        assert "Rank 1 never came" in report, report
         assert "rank 1" in job.ends_when_rank_1_is_killed()
     return ""
 

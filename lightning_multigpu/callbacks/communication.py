@@ -13,7 +13,7 @@ from lightning_multigpu.callbacks.monitor import Group, Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
-from lightning_multigpu.report.run_table import BETWEEN_STAGES, SPLIT_LAYERS
+from lightning_multigpu.report.sections import BETWEEN_STAGES, SPLIT_LAYERS
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _PURPOSES: dict[tuple[str | None, str], str] = {

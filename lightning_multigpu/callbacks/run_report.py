@@ -1,20 +1,22 @@
-"""The report of a whole fit, as a table and as a file."""
+"""The report of a whole fit, as text and as a file."""
 
 from __future__ import annotations
 
 import platform
 import socket
 import time
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
@@ -25,22 +27,23 @@ from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
 from lightning_multigpu.callbacks.strategy_identity import identify
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.engine.training_memory import measured_bytes
-from lightning_multigpu.planning.pipelines.timeline import StageMemory
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report import document, run_table
+from lightning_multigpu.report import document
 from lightning_multigpu.report.schema import as_json, from_json
+from lightning_multigpu.report.text import text
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _Object = TypeVar("_Object")
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Told:
-    """What a rank sends to rank 0: its record, what runs, and the servers."""
+class Told:
+    """What a rank sends to rank 0: its record, what runs, the servers, and its part of a profile."""
 
     record: document.RankRecord
     facts: document.RunFacts
     servers: document.ServersSection | None
+    profiled: document.ProfiledRank | None = None
 
 
 class RunReport(SilentMonitors):
@@ -50,18 +53,18 @@ class RunReport(SilentMonitors):
     :class:`~lightning_multigpu.report.document.RunDocument`. It is written however a fit ends in order: by
     ``max_epochs``, ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and
     leaves one that an earlier fit wrote; ``fast_dev_run`` prints the report only, like Lightning writes no logs then.
-
-    The report has the bytes of parameters, gradients and optimizer states that each rank holds, unless servers hold the
-    states.
+    Of several reports in a Trainer one alone reports: the first :class:`ProfilerReport`, else the first.
 
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
     ``tokens_fn`` to a :class:`ThroughputMonitor` of your own). For monitors that the trainer lacks, the report has
     silent ones of its own.
 
     Args:
-        print_table: whether rank 0 prints the table; without colours and lines when the output is no terminal.
+        print_table: whether rank 0 prints the report.
         write_file: whether rank 0 writes the file.
     """
+
+    profiles: ClassVar[bool] = False
 
     def __init__(self, *, print_table: bool = True, write_file: bool = True) -> None:
         super().__init__()
@@ -70,7 +73,8 @@ class RunReport(SilentMonitors):
         self.path: Path | None = None
         """The path of the newest report, on rank 0."""
         self._servers: document.ServersSection | None = None
-        self._memory: StageMemory | None = None
+        self._memory: document.HeldMemory | None = None
+        self._is_active = False
         self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
         self._print_table = print_table
@@ -78,46 +82,55 @@ class RunReport(SilentMonitors):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
+        self._is_active = self is max(reports, key=lambda each: each.profiles)  # the first of several
+        if not self._is_active:
+            rank_zero_warn(f"of several reports in a Trainer one alone reports: leave {type(self).__name__} out")
+            return
         self._start_s = time.perf_counter()
         self._facts = _facts(trainer, pl_module)
         self._throughput = self.monitor(trainer, ThroughputMonitor)
         self._communication = self.monitor(trainer, CommunicationMonitor)
-        devices = self.monitor(trainer, DeviceUtilizationMonitor)
-        self._monitors = (self._throughput, self._communication, devices)
+        self._devices = self.monitor(trainer, DeviceUtilizationMonitor)
         self._servers, self._gathered, self._memory = None, None, None
+        self._directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if isinstance(trainer.strategy, MultiGPUStrategy):
-            self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self._told(trainer)))
+        if self._is_active and isinstance(trainer.strategy, MultiGPUStrategy):
+            self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self.told(trainer)))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._memory is None or trainer.is_last_batch:
+        if self._is_active and (self._memory is None or trainer.is_last_batch):
             self._memory = memory_of(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_active:
+            return
         if isinstance(trainer.strategy, MultiGPUStrategy):
             counted = trainer.strategy.server_statistics()
             self._servers = counted and from_json(document.ServersSection, counted.section())
             self._split_plan = trainer.strategy.split_plan()
         held = memory_of(trainer)
-        if held is not None and not held.gradients_bytes and self._memory is not None:  # Lightning has freed them
+        if not held.gradients_bytes and self._memory is not None:  # Lightning has freed them
             held = replace(held, gradients_bytes=self._memory.gradients_bytes)
         self._memory = held
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._is_active:
+            return
         if self._gathered is None:
-            gathered = gather(trainer, as_json(self._told(trainer)))
+            gathered = gather(trainer, as_json(self.told(trainer)))
         elif not trainer.is_global_zero:
             return
         else:
             gathered = self._gathered
-        told = [from_json(_Told, each) for each in gathered]
+        told = [from_json(Told, each) for each in gathered]
         name, options = identify(trainer.strategy)
         report = document.build(
             [each.record for each in told],
@@ -127,16 +140,16 @@ class RunReport(SilentMonitors):
             aggregations=KEYS,
             parameter_servers=told[0].servers,
             tensor_split=self._split_plan,
+            profile=self.profile_of(trainer, told),
         )
         self.report = as_json(report)
-        directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
         if not trainer.is_global_zero:
             return
         if self._print_table:
-            run_table.show(report)
+            print(text(report))
         if self._write_file and not is_fast_dev_run(trainer):
-            files = {document.FILE_NAME: document.encoded(self.report)}
-            self.path = next(iter(self.write_files("report", directory, files, prints=self._print_table)), None)
+            written = self.write_files("report", self._directory, self.files(report), prints=self._print_table)
+            self.path = next(iter(written), None)
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -150,41 +163,49 @@ class RunReport(SilentMonitors):
             self.on_fit_end(trainer, pl_module)
         super().on_exception(trainer, pl_module, exception)
 
-    def _told(self, trainer: Trainer) -> _Told:
+    def told(self, trainer: Trainer) -> Told:
+        """This rank's part of the report."""
+        monitors = (self._throughput, self._communication, self._devices)
         record = document.RankRecord(
             rank=trainer.global_rank,
             node=trainer.node_rank,
             host=socket.gethostname(),
             steps=self._throughput.steps,
-            metrics={key: value for monitor in self._monitors for key, value in monitor.statistics().items()},
+            metrics={key: value for monitor in monitors for key, value in monitor.statistics().items()},
             step_samples=self._throughput.step_samples,
             communication_ms=self._communication.purposes_ms(),
             memory=self._memory,
         )
-        return _Told(
+        return Told(
             record=record,
             facts=replace(self._facts, wall_s=time.perf_counter() - self._start_s),
             servers=self._servers,
         )
+
+    def profile_of(self, trainer: Trainer, told: Sequence[Told]) -> document.Profile | None:
+        """The profile of the ranks."""
+        return None
+
+    def files(self, report: document.RunDocument) -> dict[str, bytes]:
+        """What is written, by name; the document first."""
+        return {document.FILE_NAME: document.encoded(as_json(report))}
 
     def results(self) -> dict[str, Any]:
         """The attributes that a spawned rank 0 hands to the process that has started it."""
         return {"report": self.report, "path": self.path}
 
 
-def memory_of(trainer: Trainer) -> StageMemory | None:
-    """The bytes that this rank holds; None where the strategy does not say."""
+def memory_of(trainer: Trainer) -> document.HeldMemory:
+    """The bytes that this rank holds; without optimizer states where servers have them."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
-    if isinstance(strategy, MultiGPUStrategy):
-        if (stages := strategy.stage_record()) is not None:
-            return stages.memory
-        held = strategy.held_bytes()
-    else:
-        held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
-    if held is None:
-        return None
+    stages = strategy.stage_record() if isinstance(strategy, MultiGPUStrategy) else None
+    if stages is not None:
+        return document.HeldMemory(rank=trainer.global_rank, **vars(stages.memory))
+    own = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
+    held = strategy.held_bytes() if isinstance(strategy, MultiGPUStrategy) else own
+    kinds = vars(held) if held is not None else {**vars(own), "optimizer_bytes": None}
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return StageMemory(**asdict(held), device_peak_bytes=peak_bytes)
+    return document.HeldMemory(rank=trainer.global_rank, **kinds, device_peak_bytes=peak_bytes)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

@@ -83,7 +83,7 @@ def _registered(strategy: Strategy, chosen: Mapping[str, Any]) -> tuple[str, Map
     for name in StrategyRegistry:
         row = StrategyRegistry[name]
         fixed = row["init_params"]
-        if row["strategy"] is not type(strategy):
+        if getattr(row["strategy"], "strategy", row["strategy"]) is not type(strategy):  # ours are rows
             continue
         if any(chosen.get(option, defaults.get(option)) != value for option, value in fixed.items()):
             continue

@@ -5,42 +5,69 @@ Every process of a job runs the command. They meet as the ranks of a run do, and
     node 0 -- facts -->  store of rank 0  <-- facts -- node 1      each process reads all facts, and decides alike
     rank 0 <---------- all-reduce over gloo, nccl ----------> rank 1
 
-With ``--json`` one object is printed. Its keys are stable: a change of their meaning raises ``schema_version``; new
-keys do not. ::
-
-    {
-      "schema_version": 1,
-      "hosts": {name: facts},                                         see host_facts.facts_of_host
-      "differences": {label: {value: [name of a host]}},
-      "all_reduce": [{"backend": str, "ranks": int, "status": "ok", "failed", "timed out" or "not tried",
-                      "reason": str or null}],
-      "problems": [{"hosts": [name], "problem": str, "fix": str}]
-    }
-
-Functions import what needs torch, so that ``--help`` and a refusal do without.
+Functions import what needs torch, so that ``--help`` does without.
 """
 
 from __future__ import annotations
 
-import json
 import os
+import platform
+import re
+import resource
+import shlex
+import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.metadata import distributions, requires
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+from packaging.requirements import Requirement
+
+from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.commands.option_parser import OptionParser, number
+from lightning_multigpu.commands.topology import (
+    gpudirect_rdma,
+    links_in,
+    nvidia_smi,
+    path_inside,
+    rdma_devices,
+    text_of,
+)
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.planning.numbers import size
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
     from lightning_multigpu.bench.jobs.placement import Placement
-    from lightning_multigpu.commands.host_facts import Facts, Problem
 
-SCHEMA_VERSION = 1
+Facts = dict[str, Any]
+"""Name -> what JSON can write; None is "none", and names of sizes end in ``_bytes``."""
+
+_PACKAGES = ("lightning-multigpu", "lightning", "torchmetrics", "fairscale", "nvidia-ml-py")
+_EQUAL = {"torch", "lightning", "lightning-multigpu", "nccl"}  # ranks that differ in them cannot train together
+_OF_ONE_HOST = {"host", "/dev/shm free", "interfaces", "launcher variables"}
+_LAUNCHER = re.compile(
+    r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_(RUN_ID|RESTART_COUNT|USE_AGENT_STORE)|PL_TRAINER_\w+|"
+    r"OMPI_COMM_WORLD_\w+|PMI_(RANK|SIZE)|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|LIGHTNING_MULTIGPU_\w+|"
+    r"SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES)|LOCALID|NNODES|NODEID|NTASKS(_PER_NODE)?|PROCID))"
+)
+_BACK_END = re.compile(r"(TORCH_)?NCCL_\w+|GLOO_\w+")
+_SECRET = re.compile("SECRET|TOKEN|PASS|KEY")
+_LEAST_SHM_BYTES = 256 * 10**6
+_LEAST = 1024
+_LIMITS = (
+    ("open_files", "open files and connections", "raise the limit: ulimit -n 4096"),
+    ("processes", "processes and threads of this user", "raise the limit: ulimit -u 4096"),
+    ("pids_max", "processes and threads of this container", "raise pids.max: docker run --pids-limit=-1"),
+)
+Problem = tuple[str, str]
+"""What is broken, and what to do."""
 _TIMEOUT_S = 60.0
 _SIZE = 4096
 _FIXES = {
@@ -62,9 +89,13 @@ Exit status: 0 without problems, 1 with problems, 2 for a wrong command line.
 
 def run(name: str, arguments: Sequence[str]) -> int:
     """Prints the report on the first process of a job; returns 1 where something is broken."""
-    options = _parser(name).parse(arguments)
+    parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
+    add, default = parser.add_argument, f"(default: {_TIMEOUT_S:g})"
+    add("--num-nodes", type=number(int, 1), metavar="N", help="hosts, without a launcher; run it on each (default: 1)")
+    add("--timeout", type=number(float, 0, above=True), default=_TIMEOUT_S, metavar="S",
+        help=f"of joining, and of each all-reduce {default}")  # fmt: skip
+    options = parser.parse(arguments)
     from lightning_multigpu.bench.jobs.placement import Placement, placement
-    from lightning_multigpu.commands.host_facts import facts_of_host
     from lightning_multigpu.communication.rendezvous import RendezvousError
 
     here, problem, store = Placement(devices=2, local_ranks=(0, 1)), None, None
@@ -86,11 +117,11 @@ def run(name: str, arguments: Sequence[str]) -> int:
             print(f"{PROGRAM} {name}: {what}. {fix}", file=sys.stderr)
             return 1
         place, problem = here, (what, fix)
-    document = _document(hosts, _try_back_ends(place, hosts, options.timeout), problem)
+    text, is_good = report(hosts, place.world_size, _try_back_ends(place, hosts, options.timeout), problem)
     del store  # the ranks needed it
     if place.agent == 0:
-        print(json.dumps(document, indent=2) if options.json else "\n".join(lines(document)), flush=True)
-    return int(bool(document["problems"]))
+        print("\n".join(text), flush=True)
+    return int(not is_good)
 
 
 def meet(place: Placement, own: Facts, timeout_s: float) -> tuple[Store, list[Facts]]:
@@ -129,19 +160,21 @@ def meet(place: Placement, own: Facts, timeout_s: float) -> tuple[Store, list[Fa
     return store, hosts
 
 
-def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -> list[dict[str, Any]]:
-    """The rows ``all_reduce`` of the report."""
+def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -> dict[str, str]:
+    """The result of an all-reduce of all ranks on each back end: "ok", "not tried: ..." or what is wrong."""
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
     no_nccl = next((facts["no_nccl_because"] for facts in hosts if facts["no_nccl_because"]), None)
     with HostAgents(place, threads=1, verbose="NCCL_DEBUG" in os.environ) as agents:
-        gloo = {"backend": "gloo", "ranks": place.world_size, **_try_all_reduce(agents, "gloo", timeout_s)}
-        nccl = {"status": "not tried", "reason": no_nccl} if no_nccl else _try_all_reduce(agents, "nccl", timeout_s)
-    return [gloo, {**gloo, "backend": "nccl", **nccl}]
+        gloo = _try_all_reduce(agents, "gloo", timeout_s)
+        return {
+            "gloo": gloo,
+            "nccl": f"not tried: {no_nccl}" if no_nccl else _try_all_reduce(agents, "nccl", timeout_s),
+        }
 
 
-def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[str, str | None]:
-    """The status of an all-reduce of all ranks, in processes of their own, which may crash or hang, and the reason."""
+def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> str:
+    """The ranks are processes of their own, which may crash or hang."""
     from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, measure
     from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
     from lightning_multigpu.bench.collectives.operations import BY_NAME
@@ -157,77 +190,167 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> dict[
     try:
         [row] = measure(agents, plan)
     except (RuntimeError, OSError) as error:  # of the store
-        return {"status": "failed", "reason": str(error).partition("\n")[0]}
+        return f"failed: {error}".partition("\n")[0]
     if row.wrong:
-        numel = row.numel * agents.placement.world_size
-        return {"status": "failed", "reason": f"{row.wrong} of {numel} elements of the sums are wrong"}
-    return {"status": row.status if row.status in ("ok", "timed out") else "failed", "reason": row.reason}
+        return f"failed: {row.wrong} of {row.numel * agents.placement.world_size} elements of the sums are wrong"
+    return "ok" if row.status == "ok" else f"{'timed out' if row.status == 'timed out' else 'failed'}: {row.reason}"
 
 
-def _document(hosts: Sequence[Facts], tried: list[dict[str, Any]], problem: Problem | None) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    from lightning_multigpu.commands.host_facts import differences, problems_of, problems_of_differences
+def report(
+    hosts: Sequence[Facts], ranks: int, tried: dict[str, str], problem: Problem | None
+) -> tuple[list[str], bool]:
+    """The lines that are printed, and whether there are no problems; ``problem`` is one of the meeting.
 
+    What is equal on all hosts stands once, then what differs, the back ends, and the problems.
+    """
     names = [facts["host"] if len(hosts) == 1 else f"node {node} ({facts['host']})" for node, facts in enumerate(hosts)]
-    named = dict(zip(names, hosts, strict=True))
-    different = differences(named)
     found: dict[Problem, list[str]] = {problem: names} if problem else {}
-    for host, facts in named.items():
+    values: dict[str, dict[str, list[str]]] = {}  # of each label, with the hosts that have them
+    for host, facts in zip(names, hosts, strict=True):
         for problem in problems_of(facts):
             found.setdefault(problem, []).append(host)
-    found |= dict.fromkeys(problems_of_differences(different), names)
-    for row in tried:
-        if row["status"] in ("failed", "timed out"):
-            what = f"an all-reduce of {row['ranks']} ranks over {row['backend']} {row['status']}: {row['reason']}"
-            found[what, _FIXES[row["backend"]]] = names
-    return {
-        "schema_version": SCHEMA_VERSION,
-        "hosts": named,
-        "differences": different,
-        "all_reduce": tried,
-        "problems": [{"hosts": where, "problem": what, "fix": fix} for (what, fix), where in found.items()],
-    }
-
-
-def lines(document: dict[str, Any]) -> list[str]:
-    """The report as text: what is equal on all hosts once, then what differs, the back ends, and the problems."""
-    from lightning_multigpu.commands.host_facts import rows_of
-
-    hosts, differences, found = document["hosts"], document["differences"], document["problems"]
-    shown = {name: value for name, value in next(iter(hosts.values())).items() if name != "no_nccl_because"}
-    rows = {label: value for label, value in rows_of(shown).items() if label not in differences}
-    for row in document["all_reduce"]:
-        label = f"all-reduce of {row['ranks']} over {row['backend']}"
-        rows[label] = row["status"] + (f": {row['reason']}" if row["reason"] else "")
+        for fact, value in facts.items():
+            label = fact.removesuffix("_bytes").replace("shm", "/dev/shm").replace("_", " ")
+            values.setdefault(label, {}).setdefault(_text(fact, value), []).append(host)
+    different = {label: each for label, each in values.items() if len(each) > 1 and label not in _OF_ONE_HOST}
+    for label in sorted(_EQUAL & different.keys()):
+        what = f"{label} differs between hosts: {', '.join(different[label])}"
+        found[what, "install the same version on all hosts"] = names
+    rows = {label: next(iter(each)) for label, each in values.items() if label not in different}
+    for backend, result in tried.items():
+        rows[f"all-reduce of {ranks} over {backend}"] = result
+        if not result.startswith(("ok", "not tried")):
+            found[f"an all-reduce of {ranks} ranks over {backend} {result}", _FIXES[backend]] = names
     width = max(map(len, rows))
     text = [f"{label:<{width}}  {value}" for label, value in rows.items()]
     if len(hosts) > 1:
-        what = "They differ in:" if differences else "No differences were found."
-        text += ["", f"{len(hosts)} hosts; the facts above are those of {next(iter(hosts))}. {what}"]
-        for label, values in differences.items():
-            text += [f"{label:<{width}}  {value}: {', '.join(names)}" for value, names in values.items()]
+        what = "They differ in:" if different else "No differences were found."
+        text += ["", f"{len(hosts)} hosts; the facts above are those of {names[0]}. {what}"]
+        for label, each in different.items():
+            text += [f"{label:<{width}}  {value}: {', '.join(where)}" for value, where in each.items()]
     text.append("")
-    for row in found:
-        text += [f"PROBLEM on {', '.join(row['hosts'])}: {row['problem']}", f"  fix: {row['fix']}"]
-    return text if found else [*text, "No problem was found."]
+    for (what, fix), where in found.items():
+        text += [f"PROBLEM on {', '.join(where)}: {what}", f"  fix: {fix}"]
+    return text if found else [*text, "No problem was found."], not found
 
 
-def _parser(name: str) -> OptionParser:
-    parser = OptionParser(f"{PROGRAM} {name}", _DESCRIPTION)
-    add = parser.add_argument
-    add("--json", action="store_true", help="print one JSON object with stable keys")
-    add_meeting_options(parser, "of joining, and of each all-reduce")
-    return parser
+def facts_of_host(main_address: str, num_ranks: int) -> Facts:
+    """The facts about this host with ``num_ranks`` ranks; ``main_address`` is that of rank 0."""
+    import torch
+
+    from lightning_multigpu.communication.interface import interface_towards
+    from lightning_multigpu.communication.rendezvous import own_host
+
+    shm = shutil.disk_usage("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return {
+        "host": own_host(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "usable_cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **dict.fromkeys(_PACKAGES),
+        **{found.name: found.version for found in distributions() if found.name in _PACKAGES},
+        "cuda": torch.version.cuda,
+        **_gpus(),
+        "gpus_seen_by_torch": torch.cuda.device_count(),
+        **_nccl(num_ranks),
+        "shm_bytes": shm and shm.total,
+        "shm_free_bytes": shm and shm.free,
+        "open_files": _limit(resource.RLIMIT_NOFILE),
+        "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
+        "processes": _limit(resource.RLIMIT_NPROC),
+        "pids_max": pids_max(),
+        "interfaces": {name: addresses[0].address for name, addresses in psutil.net_if_addrs().items()},
+        "main_address": main_address,
+        "process_groups_through": os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(main_address),
+        "back_end_variables": shown_variables(os.environ, _BACK_END),
+        "launcher_variables": shown_variables(os.environ, _LAUNCHER),
+    }
 
 
-def add_meeting_options(parser: OptionParser, timeout: str = "of joining") -> None:
-    """Adds ``--num-nodes`` and ``--timeout``, with what the timeout is of."""
-    add = parser.add_argument
-    add("--num-nodes", type=number(int, 1), metavar="N", help="hosts, without a launcher; run it on each (default: 1)")
-    add(
-        "--timeout",
-        type=number(float, 0, above=True),
-        default=_TIMEOUT_S,
-        metavar="S",
-        help=f"{timeout} (default: {_TIMEOUT_S:g})",
-    )
+def problems_of(facts: Facts) -> list[Problem]:
+    """What is broken on a host."""
+    launcher, gpus, cuda = facts["launcher_variables"], facts["gpus"], facts["cuda"]
+    found: list[Problem] = []
+    for need in map(Requirement, requires("lightning-multigpu") or ()):
+        if need.name in ("torch", "lightning") and not need.specifier.contains(facts[need.name], prereleases=True):
+            what = f"{need.name} {facts[need.name]} is outside of what was run with this package: {need}"
+            found.append((what, f"pip install '{need}'"))
+    if (free := facts["shm_free_bytes"]) is not None and free < _LEAST_SHM_BYTES:
+        what = f"{size(free)} are free in /dev/shm, too little for the gradients of ranks, NCCL and data loaders"
+        found.append((what, "allow the container more (docker run --shm-size=8g), or remove files of ended jobs there"))
+    for name, what, fix in _LIMITS:
+        if isinstance(facts[name], int) and facts[name] < _LEAST:
+            found.append((f"only {facts[name]} {what} are allowed; ranks and data loaders need more", fix))
+    if facts["process_groups_through"] is None:
+        what = f"there is no route to {facts['main_address']}"
+        found.append((what, "set MASTER_ADDR to an address of rank 0's host"))
+    if gpus and not facts["gpus_seen_by_torch"] and "CUDA_VISIBLE_DEVICES" not in launcher:
+        fix = f"install a driver for CUDA {cuda}, or a torch that is built for this driver"
+        fix = fix if cuda else "install a torch that is built with CUDA"
+        found.append((f"torch sees none of {len(gpus)} GPUs (driver {facts['driver']})", fix))
+    is_launched = not launcher.keys().isdisjoint({"TORCHELASTIC_RUN_ID", "SLURM_PROCID"})
+    if (ranks := launcher.get("WORLD_SIZE", "1")) != "1" and not is_launched:
+        what = f"WORLD_SIZE={ranks}, but neither torchrun nor srun has started this process; Lightning ignores it"
+        found.append((what, "start it by torchrun, or on each host with MASTER_ADDR, NODE_RANK and num_nodes"))
+    return found
+
+
+def shown_variables(environment: Mapping[str, str], names: re.Pattern[str] = _LAUNCHER) -> dict[str, str]:
+    """The variables of these names that are set; "set" in place of a secret."""
+    found = {name: value for name, value in sorted(environment.items()) if names.fullmatch(name)}
+    return {name: "set" if _SECRET.search(name) else value for name, value in found.items()}
+
+
+def pids_max(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int | str:
+    """The lowest limit of processes in the control groups of this process, or "unlimited"."""
+    own = groups / text_of(proc).rpartition("::/")[2]
+    limits = [text_of(folder / "pids.max") for folder in (own, *own.parents)]
+    return min((int(limit) for limit in limits if limit.isdigit()), default="unlimited")
+
+
+def _limit(kind: int) -> int | str:
+    limit = resource.getrlimit(kind)[0]
+    return "unlimited" if limit == resource.RLIM_INFINITY else limit
+
+
+def _nccl(num_ranks: int) -> Facts:
+    """NCCL's version, as loaded, and the reason why ranks of this host cannot meet over it, if any."""
+    import torch
+
+    from lightning_multigpu.job.shared_gpus import SHARING_NCCL, nccl_version
+
+    if not torch.cuda.device_count():
+        return {"nccl": None, "no_nccl_because": "torch sees no GPU"}
+    if not torch.distributed.is_nccl_available():
+        return {"nccl": None, "no_nccl_because": "torch is built without it"}
+    found = nccl_version()
+    must_share = num_ranks > torch.cuda.device_count() and found < SHARING_NCCL
+    reason = "there are fewer GPUs than ranks, which can share one from NCCL 2.31 on" if must_share else None
+    return {"nccl": ".".join(map(str, found)), "no_nccl_because": reason}
+
+
+def _gpus() -> Facts:
+    """GPUs, driver and the paths between GPUs, by nvidia-smi."""
+    table, reason = nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    gpus = [line.rpartition(", ") for line in table.splitlines()]
+    if gpus:
+        links = links_in(nvidia_smi("topo", "-m")[0])
+        return {
+            "gpus": [name for name, _, _ in gpus],
+            "driver": gpus[0][2],
+            "gpus_joined_by": path_inside(links),
+            "gpudirect_rdma": gpudirect_rdma(links, [*rdma_devices()]),
+        }
+    return {"gpus": [], "driver": f"unknown: {reason}", "gpus_joined_by": None, "gpudirect_rdma": None}
+
+
+def _text(name: str, value: Any) -> str:
+    if isinstance(value, int):
+        return size(value) if name.endswith("_bytes") else f"{value:,}"
+    if isinstance(value, dict):
+        return ", ".join(f"{key}={shlex.quote(text)}" for key, text in value.items()) or "none"
+    if isinstance(value, list):
+        return ", ".join(f"{value.count(kind)} x {kind}" for kind in dict.fromkeys(value)) or "none"
+    return "none" if value is None else str(value)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+import yaml
 from typing_extensions import override
 
 from lightning_multigpu._suggest import did_you_mean
@@ -57,6 +58,21 @@ def check_directories(options: argparse.Namespace, *names: str) -> None:
         path: Path | None = getattr(options, name)
         if path is not None and not path.parent.is_dir():
             raise UsageError(f"--{name}={path}: there is no directory {path.parent}; make it first")
+
+
+def settings_in(path: str) -> Mapping[str, Any]:
+    """The settings in a configuration file of ``fit``.
+
+    Raises:
+        UsageError: it cannot be read, is not YAML, or has no settings.
+    """
+    try:
+        loaded = yaml.safe_load(Path(path).read_text())
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UsageError(f"--config={path}: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(loaded, dict):
+        raise UsageError(f"--config={path}: not settings, as in 'trainer: {{max_epochs: 3}}', but {loaded!r:.40}")
+    return loaded
 
 
 def names_of(name: str, given: Sequence[str], known: Collection[str]) -> list[str]:

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import yaml
 from lightning.pytorch.utilities import rank_zero_only
 
-from lightning_multigpu.commands.early_checks import check_run
+from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import UsageError
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import (
     CheckpointFile,
@@ -30,6 +30,7 @@ HELP = (
     "that the run has saved beside it; further options and --config override them."
 )
 _CONFIG = "config.yaml"  # as LightningCLI names it
+_WORDS = ("best", "last", "hpc", "registry")  # Lightning's, in place of a checkpoint
 
 
 class Resumption(NamedTuple):
@@ -68,6 +69,17 @@ class Resumption(NamedTuple):
         _tell(f"Resumes from {self.file}{settings}")
 
 
+def check_checkpoint(path: object) -> None:
+    """Checks that a checkpoint exists; Lightning's words ("best", "last"...) and URLs pass.
+
+    Raises:
+        UsageError: it does not.
+    """
+    if path and str(path) not in _WORDS and ":" not in str(path) and not Path(str(path)).exists():
+        hint = did_you_mean(str(path), map(str, Path(str(path)).parent.glob("*.ckpt")))
+        raise UsageError(f"ckpt_path={str(path)!r}: there is no such file. {hint}".rstrip())
+
+
 def check_epochs(file: CheckpointFile, max_epochs: int | None) -> None:
     """Checks that a fit up to ``max_epochs`` does not end before the checkpoint's epoch, which Lightning refuses on
     every rank.
@@ -100,9 +112,10 @@ def find(path: str) -> Resumption:
     """The run to resume; ``path`` is its directory or one of its checkpoints.
 
     Raises:
-        UsageError: there is no complete checkpoint.
+        UsageError: there is no such directory, or no complete checkpoint in it.
     """
-    check_run(path)
+    if "://" not in path and not Path(path).exists():
+        raise UsageError(f"--resume={path}: there is no such directory")
     file = newest(complete_checkpoints(path))
     if file is None:
         raise UsageError(

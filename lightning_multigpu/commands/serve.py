@@ -6,12 +6,8 @@ import argparse
 import os
 from collections.abc import Sequence
 
-import torch
-
 from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.engine.parameter_server.pair import PairEndedError
-from lightning_multigpu.engine.parameter_server.server import joined
 
 _DESCRIPTION = f"""\
 Run a parameter server on this machine. It joins a job whose workers wait for it:
@@ -28,6 +24,11 @@ your own have to be importable from the current directory, as for the workers.
 def run(name: str, arguments: Sequence[str]) -> int:
     """Serves one job, and ends this process: with 0 if the job has ended well, 130 after an interrupt, else 1."""
     options = _checked(_parser(name).parse(arguments))
+    import torch
+
+    from lightning_multigpu.engine.parameter_server.pair import PairEndedError
+    from lightning_multigpu.engine.parameter_server.server import joined
+
     if options.threads:
         torch.set_num_threads(options.threads)
     where = f"{options.master_addr} port {options.master_port}"

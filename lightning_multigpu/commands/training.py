@@ -15,18 +15,21 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
+from lightning_multigpu import callbacks
+from lightning_multigpu._suggest import did_you_mean, nearest
 from lightning_multigpu.commands import resume
-from lightning_multigpu.commands.class_settings import explained
-from lightning_multigpu.commands.early_checks import check_checkpoint
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import STRATEGIES
 
 _REFUSALS = (ValueError, TypeError, MisconfigurationException)
 # What these refuse is a setting of the user's, not a bug that needs a traceback.
 _NOT_USERS = ("lightning.", "lightning_multigpu.")
+_REFUSED_NAME = re.compile(
+    r"(?:ption '|arguments: --|'lightning_multigpu\S*' has no attribute '|import path string: )([\w.]+)"
+)
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -145,7 +148,7 @@ class TrainingCLI(LightningCLI):
             if isinstance(strategy, str) and path:
                 self.config = parser.parse_args([*args, f"--trainer.strategy.class_path={path}"])
         except ArgumentError as error:
-            raise UsageError(explained(error.message)) from error
+            raise UsageError(f"{error.message}{self._hint(error.message)}") from error
         settings = self.config[self.config.subcommand]
         if resume.OPTION in settings:
             raise UsageError("resume is an option of the command line, and no setting of a configuration file")
@@ -155,10 +158,24 @@ class TrainingCLI(LightningCLI):
                 f"num_nodes={settings.trainer.num_nodes}, and there are {hosts} hosts (PL_TRAINER_NUM_NODES, which "
                 f"'{PROGRAM} emulate' sets); pass --trainer.num_nodes={hosts}, or leave num_nodes out"
             )
-        check_checkpoint(settings.ckpt_path)
+        resume.check_checkpoint(settings.ckpt_path)
         if self._resumption is not None:
             self._resumption.check(self._settings())
             resume.check_epochs(self._resumption.file, settings.trainer.max_epochs)
+
+    def _hint(self, message: str) -> str:
+        """A line with the setting, option or class of this pack that is nearest to what jsonargparse has refused."""
+        if (refused := _REFUSED_NAME.search(message)) is None:
+            return ""
+        known: dict[str, str] = {}
+        for row in STRATEGIES:
+            known |= {name: name for name in getattr(row.strategy, "option_names", list)()}
+            known |= dict.fromkeys((row.name, row.class_path.rpartition(".")[2]), row.class_path)
+        known |= {name: f"lightning_multigpu.callbacks.{name}" for name in callbacks.__all__}
+        settings = self._subcommand_parsers[self._command].get_defaults(skip_validation=True).keys()
+        known |= {name.rpartition(".")[2]: name for name in settings}
+        near = nearest(refused[1].rpartition(".")[2], known)
+        return f"\nDid you mean {known[near]!r}?" if near else ""
 
     def _settings(self) -> dict[str, Any]:
         """The settings as they are saved beside the logs."""
@@ -208,4 +225,6 @@ class TrainingCLI(LightningCLI):
         try:
             return super().instantiate_trainer(**kwargs)
         except _REFUSALS as error:
-            raise UsageError(str(error)) from error
+            is_name = "invalid strategy name" in str(error)
+            hint = did_you_mean(self.config_init[self._command].trainer.strategy, StrategyRegistry) if is_name else ""
+            raise UsageError(f"{error} {hint}".rstrip()) from error

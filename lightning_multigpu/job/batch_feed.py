@@ -143,7 +143,7 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
     """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
 
     Raises:
-        ValueError: a batch sampler cannot be made anew, or there are fewer samples to predict than ranks.
+        ValueError: a batch sampler cannot be made anew, or fewer samples, or whole batches, are to predict than ranks.
     """
     for loader in given_loaders(trainer):
         kind = type(loader.batch_sampler)
@@ -157,11 +157,11 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
                     "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
                     "each rank's batches"
                 )
-        size = len(loader.dataset) if isinstance(loader.dataset, Sized) else num_replicas
+        size = len(loader.sampler) if isinstance(loader.sampler, Sized) else num_replicas
         if trainer.predicting and 0 < size < num_replicas:
             raise ValueError(
-                f"predict: {size} samples are fewer than {num_replicas} data ranks, and each rank needs one: predict "
-                f"on devices={size} or fewer"
+                f"predict: {size} samples, or whole batches, are fewer than {num_replicas} data ranks, and each rank "
+                f"needs one: predict on devices={size} or fewer"
             )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import multiprocessing.util
 import os
 import time
 from collections import Counter
@@ -108,7 +107,6 @@ class Joining:
             leave_guardian()
             client, guardian = self._connected(run, guardian, address)
             KEPT.append(Kept(client, guardian, place))
-            _name_temporary(client)
             if guardian is not None:
                 for rank, pid in started.items():
                     guardian.started(rank, pid)
@@ -239,15 +237,6 @@ def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
         hang_report_s=run.hang_report_s,
         address=address,
     )
-
-
-def _name_temporary(client: GuardianClient) -> None:
-    """Tells the guardian which directory of multiprocessing it has to remove if this process is killed."""
-    # It is made before any worker is forked, so that workers share it: a killed worker would leave its own. That of a
-    # process whose parent made it stays: the parent's other children need it.
-    made_by_parent = multiprocessing.parent_process() and multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-    if not made_by_parent:
-        client.uses_temporary(multiprocessing.util.get_temp_dir())
 
 
 def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import interface_towards
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.job.guardian.hang.stacks import place_of_frame
+from lightning_multigpu.job.guardian.frames import place, stack_of
 
 log = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def _place_of_call() -> str:
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_filename.endswith(_COLLECTIVES):
         frame = frame.f_back
-    return "an unknown line" if frame is None else place_of_frame(frame)
+    return place(stack_of(frame))
 
 
 def moves_by_nccl(group: dist.ProcessGroup) -> bool:

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor
 
-from lightning_multigpu.placement.table import Piece, fill
-
-ABSENT, DENSE, SPARSE = 0, 1, 2
+ABSENT, SPARSE, DENSE = 0, 1, 2
+"""Kinds; that of a sum is the largest, since a sum is dense as soon as one of the gradients is."""
 
 
 def kind_of(gradient: Tensor | None) -> int:
     return ABSENT if gradient is None else SPARSE if gradient.is_sparse else DENSE
-
-
-def common_kind(kinds: Iterable[int]) -> int:
-    """The kind of a sum: dense as soon as one of the gradients is."""
-    return min((kind for kind in kinds if kind != ABSENT), default=ABSENT)
 
 
 def rows_of(gradient: Tensor) -> Tensor:
@@ -39,18 +31,3 @@ def sparse(dense: Tensor, rows: Tensor | None) -> Tensor:
     return torch.sparse_coo_tensor(
         present.nonzero().T, dense[present], dense.shape, is_coalesced=True, check_invariants=False
     )
-
-
-def take_average(parameter: Tensor, piece: Piece, average: Tensor, kind: int, rows: Tensor | None) -> None:
-    """Changes the elements of a piece of ``parameter.grad`` to an average over the ranks.
-
-    The parameter has a gradient after that unless ``kind``, of the average, is ABSENT. ``average`` is flat, in any
-    memory; ``rows`` are those of a sparse one, which is in one piece.
-    """
-    if kind == ABSENT:
-        return
-    if parameter.grad is None or parameter.grad.is_sparse:
-        parameter.grad = torch.empty_like(parameter)
-    fill(parameter.grad, piece, average)
-    if kind == SPARSE and piece.numel == parameter.numel():
-        parameter.grad = sparse(parameter.grad, rows)

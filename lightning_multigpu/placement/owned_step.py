@@ -69,9 +69,6 @@ class Transport(Protocol):
         It is called also where there are none. ``given`` are states with which they begin, by parameter.
         """
 
-    def average(self, num_changed: int) -> bool:
-        """Makes each ``.grad`` the average over the ranks; returns False if gradients stay each rank's own."""
-
     def step(self, update: Update) -> None:
         """Has the owners update their parts, and gives all ranks the new values."""
 
@@ -102,6 +99,8 @@ class OwnedStep(Generic[T]):
         gradients_are_whole: each ``.grad`` is the average over the ranks already, and the next step takes it as it is.
         clip_norm: the next step clips the gradients to this global norm; None for no clipping.
         clip_value: the next step clips each element of the gradients to this; None for no clipping.
+        average: makes each ``.grad`` the average over the ranks, a collective; None where gradients are averages after
+            backward, or stay each rank's own.
         average_given: averages gradients that user code has set before each step; None where user code sets none.
 
     Raises:
@@ -120,6 +119,7 @@ class OwnedStep(Generic[T]):
         self.gradients_are_whole = False
         self.clip_norm: float | None = None
         self.clip_value: float | None = None
+        self.average: Callable[[list[Parameter]], object] | None = None
         self.average_given: Callable[[list[Parameter]], object] | None = None
         self._num_changed = 0
         self._placed: set[Parameter] = set()
@@ -162,10 +162,10 @@ class OwnedStep(Generic[T]):
 
     @torch.no_grad()
     def average_gradients(self) -> None:
-        """Makes each ``.grad`` the average over the ranks, for hooks that read it before the step; a collective."""
-        self.place_new()
-        num_changed, self._num_changed = self._num_changed, 0
-        self.gradients_are_whole = self.transport.average(num_changed)
+        """Has each ``.grad`` averaged for hooks that read it before the step; a collective."""
+        if self.average is not None:
+            self.average(self._parameters())
+            self.gradients_are_whole = True
 
     def place_new(self) -> None:
         """Finds owners for parameters that have come to the optimizer since; a collective."""

@@ -29,6 +29,7 @@ class Finding:
     """A reason for long steps, or a limit that the run is near to.
 
     Attributes:
+        rank: the rank that the evidence is of.
         saving_s: predicted saving of the remedy, in seconds of a step; 0 for a limit.
         step_s: predicted step with the remedy.
         evidence: the measurements, as text.
@@ -37,6 +38,7 @@ class Finding:
     """
 
     kind: str
+    rank: int
     saving_s: float
     step_s: float
     evidence: str
@@ -84,10 +86,19 @@ def diagnose(
     return [*sorted(worth, key=lambda finding: -finding.saving_s), *_threads(of_hosts), *_memory(of_hosts, strategy)]
 
 
-def _finding(kind: str, step: CommonStep, saving_s: float, evidence: str, remedy: str, *phases: str) -> Finding:
-    """A finding whose remedy saves ``saving_s`` of the step; ``phases`` have the time."""
-    left_s = step.seconds - saving_s
-    return Finding(kind=kind, saving_s=saving_s, step_s=left_s, evidence=evidence, remedy=remedy, phases=phases)
+def _finding(
+    kind: str, step: CommonStep, rank: int, saving_s: float, evidence: str, remedy: str, *phases: str
+) -> Finding:
+    """A finding of ``rank`` whose remedy saves ``saving_s`` of the step; ``phases`` have the time."""
+    return Finding(
+        kind=kind,
+        rank=rank,
+        saving_s=saving_s,
+        step_s=step.seconds - saving_s,
+        evidence=evidence,
+        remedy=remedy,
+        phases=phases,
+    )
 
 
 def _input(step: CommonStep) -> Iterator[Finding]:
@@ -104,6 +115,7 @@ def _input(step: CommonStep) -> Iterator[Finding]:
     yield _finding(
         "input",
         step,
+        slowest.rank,
         step.saving(lambda rank: rank.of("data_wait")),
         f"rank {slowest.rank} waits {ms(wait_s)} of a step of {ms(slowest.step_s)} for its next batch{have}.",
         f"Load batches beside the training: DataLoader(num_workers={min(wanted, _MOST_WORKERS)}, "
@@ -123,6 +135,7 @@ def _straggler(step: CommonStep) -> Iterator[Finding]:
     yield _finding(
         "straggler",
         step,
+        slowest.rank,
         step.saving(lambda rank: max(0.0, rank.of(*phases) - usual_s)),
         f"rank {slowest.rank} on host {slowest.host} computes for {ms(slowest.of(*phases))} of a step, other "
         f"ranks for {ms(usual_s)}; it is slowest in its {phase}.",
@@ -145,6 +158,7 @@ def _communication(
     yield _finding(
         "communication",
         step,
+        step.first_to_wait.rank,
         saving_s,
         f"{step.who_waits} {ms(step.exposed_s)} of a step of {ms(step.seconds)} for transfers between ranks; "
         f"{hidden} hidden behind computation.",
@@ -214,7 +228,7 @@ def _callbacks(step: CommonStep) -> Iterator[Finding]:
         kind, remedy = "logging", "Log less often: Trainer(log_every_n_steps=50), or more."
     evidence = f"{name} takes {ms(seconds)} of a step of {ms(slowest.step_s)} on rank {slowest.rank}."
     saving_s = step.saving(lambda rank: rank.callbacks_s.get(name, 0.0))
-    yield _finding(kind, step, saving_s, evidence, remedy, "callbacks")
+    yield _finding(kind, step, slowest.rank, saving_s, evidence, remedy, "callbacks")
 
 
 def _reads(step: CommonStep) -> Iterator[Finding]:
@@ -225,8 +239,9 @@ def _reads(step: CommonStep) -> Iterator[Finding]:
     yield _finding(
         "synchronising calls",
         step,
-        step.saving(lambda rank: sum(read.seconds for read in rank.reads if read.line == most.line)),
-        f"{most.line} reads {most.count} values of tensors in a step of {ms(rank.step_s)}: {ms(most.seconds)}. "
+        rank.rank,
+        step.saving(lambda rank: sum(read.seconds for read in rank.reads if read.function == most.function)),
+        f"{most.function} reads {most.count} values of tensors in a step of {ms(rank.step_s)}: {ms(most.seconds)}. "
         "Each call waits until the device has computed its value.",
         "Keep tensors, and read them every n-th step, or all at once with tolist().",
     )
@@ -238,6 +253,7 @@ def _small_batches(step: CommonStep) -> Iterator[Finding]:
     yield _finding(
         "small batches",
         step,
+        slowest.rank,
         step.saving(lambda rank: rank.of("other") / 2),
         f"Lightning's loop takes {ms(slowest.of('other'))} of a step of {ms(slowest.step_s)}, whatever the size of the "
         "batch: results of steps, learning-rate schedulers, the progress bar.",
@@ -258,6 +274,7 @@ def _threads(step: CommonStep) -> Iterator[Finding]:
     yield _finding(
         "threads",
         step,
+        first.rank,
         0.0,
         f"{len(on_host)} ranks with {first.threads} threads each are {threads} threads for {first.cores} cores of host "
         f"{first.host}.",
@@ -266,6 +283,7 @@ def _threads(step: CommonStep) -> Iterator[Finding]:
 
 
 def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptions) -> Iterator[Finding]:
+    most_waits = max(step.ranks, key=lambda rank: rank.of("stage_wait"))
     busiest = max(pipeline.busy_s, key=lambda rank: pipeline.busy_s[rank])
     mean_s = sum(pipeline.busy_s.values()) / len(pipeline.busy_s)
     count, wall_s = pipeline.num_micro_batches, pipeline.wall_s
@@ -294,7 +312,7 @@ def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptio
             f"Cut the batch into more parts: {more}, each of one sample at least.",
         ),
     ):
-        yield _finding(kind, step, saving_s, evidence, remedy, "stage_wait")
+        yield _finding(kind, step, most_waits.rank, saving_s, evidence, remedy, "stage_wait")
 
 
 def _balance(strategy: StrategyOptions) -> str:
@@ -316,6 +334,7 @@ def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions
     yield _finding(
         "imbalance of shards",
         step,
+        step.first_to_wait.rank,
         max(0.0, step.exposed_s * (1 - 1 / times)),
         f"server {fullest} moves {100 * part:.0f} % of the bytes, {times:.2f} times its share; {step.who_waits} "
         f"{ms(step.exposed_s)} of a step of {ms(step.seconds)} for servers and other ranks.",
@@ -353,6 +372,7 @@ def _launches(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
     yield _finding(
         "launch-bound",
         step,
+        waiting.rank,
         step.saving(idle_s),
         f"the GPU of rank {waiting.rank} is busy for {ms(waiting.launches.busy_s)} of a step of "
         f"{ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
@@ -395,6 +415,5 @@ def _memory(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
         remedy = "Use smaller batches, fewer ranks or DataLoader workers on this host, or a host with more memory."
     held = ", ".join(f"{kind} {size(held_bytes)}" for kind, held_bytes in use.kinds_bytes.items() if held_bytes)
     evidence = f"{whose} had {size(use.peak_bytes)} of {size(use.limit_bytes)} in use"
-    yield _finding(
-        "memory near the limit", step, 0.0, evidence + (f"; the rank holds {held}." if held else "."), remedy
-    )
+    evidence += f"; the rank holds {held}." if held else "."
+    yield _finding("memory near the limit", step, rank.rank, 0.0, evidence, remedy)

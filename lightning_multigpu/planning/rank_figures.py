@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,38 +23,49 @@ class RankFigures:
 
     Attributes:
         node: number of its host.
-        phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`.
-        callbacks_s: seconds of a step by callback, for those that take time.
+        steps: the number of its profiled steps.
+        phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`; where medians
+            of phases add up to less than the median step, they are scaled up to it.
+        callbacks_s: seconds of a step by callback, for those that take most time.
         hidden_s: time in which transfers were under way behind other phases than "communication" and "stage_wait".
         waits_s: parts of "communication": "gradients" for transfers once in an optimizer step (gradients and weights),
             "activations" for transfers of split layers.
         activations_rate: bytes per second of the transfers of split layers.
-        pushes: to parameter servers over a network; None without any.
+        transfers: between ranks, in a step.
+        pushes: to parameter servers over a network; absent without any.
+        is_metered: whether its strategy measures transfers.
         batches: batches of an optimizer step.
-        data_workers: worker processes of its DataLoader; None if unknown.
+        data_workers: worker processes of its DataLoader; absent if unknown.
         threads: intra-op threads.
         cores: cores that the processes of its host may use.
-        reads: the values of tensors that a step reads.
-        memory: memory in use; None if not measured.
-        launches: the launches of a step's kernels; None without a GPU, and if operators were not recorded.
+        memory: memory in use; absent if not measured.
+        operators: of one step, those with the most time of their own; empty if operators were not recorded.
+        launches: the launches of that step's kernels; absent without a GPU.
+        trace: the file of torch's profiler with that step, on the rank's host.
+        reads: functions that wait for values of tensors in a step.
     """
 
     rank: int
     host: str
     node: int = 0
+    steps: int = 1
     phases_s: Mapping[str, float]
     callbacks_s: Mapping[str, float] = field(default_factory=dict)
     hidden_s: float = 0.0
     waits_s: Mapping[str, float] = field(default_factory=dict)
     activations_rate: float = 0.0
+    transfers: Sequence[TransferSums] = ()
     pushes: Pushes | None = None
+    is_metered: bool = True
     batches: int = 1
     data_workers: int | None = None
     threads: int = 1
     cores: int = 1
-    reads: tuple[ReadValues, ...] = ()
     memory: MemoryUse | None = None
+    operators: Sequence[OperatorTime] = ()
     launches: LaunchQueue | None = None
+    trace: str | None = None
+    reads: Sequence[ReadValues] = ()
 
     @property
     def step_s(self) -> float:
@@ -107,6 +119,29 @@ class CommonStep:
         return self.with_own(lambda rank: rank.own_s) - self.with_own(lambda rank: rank.own_s - removed_s(rank))
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransferSums:
+    """The transfers of one operation and group in a step, on average; ``seconds`` with at least one under way."""
+
+    operation: str
+    group: str
+    group_size: int
+    count: float
+    size_bytes: float
+    sent_bytes: float
+    memory_bytes: float
+    seconds: float
+
+
+class OperatorTime(NamedTuple):
+    """An operator, ``[name, calls, cpu_s, gpu_s]``: its seconds are without those of operators within it."""
+
+    name: str
+    calls: int
+    cpu_s: float
+    gpu_s: float
+
+
 @dataclass(frozen=True)
 class Pushes:
     """What a rank and parameter servers exchange over a network in a step.
@@ -122,9 +157,12 @@ class Pushes:
 
 @dataclass(frozen=True)
 class ReadValues:
-    """Values of tensors that one line of code reads in a step, by ``item()`` and the like."""
+    """Values of tensors that a function waits for in a step, by ``item()`` and the like.
 
-    line: str
+    ``function`` is "train.py(7): training_step", by the line at which it begins.
+    """
+
+    function: str
     count: int
     seconds: float
 

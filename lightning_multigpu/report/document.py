@@ -1,4 +1,4 @@
-"""The report of one run as a document, ``multigpu_report.json``: written to a file, and read back."""
+"""The report of one run as a document, ``multigpu_report.json``: built, written to a file, and read back."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lightning_multigpu.planning.pipelines.timeline import StageMemory
+from lightning_multigpu.planning.diagnosis import Finding, diagnose
+from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.rank_figures import RankFigures
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report.schema import Absent, ReportError
+from lightning_multigpu.planning.strategy_options import StrategyOptions
+from lightning_multigpu.report.pipelines import TimedPipeline, timed_pipelines
+from lightning_multigpu.report.schema import ReportError, from_json
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 
 FILE_NAME = "multigpu_report.json"
@@ -108,15 +112,23 @@ class HeldMemory:
 
     Attributes:
         gradients_bytes: with the buffers in which gradients travel.
-        optimizer_bytes: without states that are offloaded to the host.
+        optimizer_bytes: without states that are offloaded to the host; absent if servers have them.
+        activations_bytes: the most that autograd kept for backward in a step, if ProfilerReport was asked for it.
         device_peak_bytes: on GPUs, the most that torch had allocated.
     """
 
     rank: int
-    parameters_bytes: Absent[int] = None
-    gradients_bytes: Absent[int] = None
-    optimizer_bytes: Absent[int] = None
-    device_peak_bytes: Absent[int] = None
+    parameters_bytes: int | None = None
+    gradients_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    activations_bytes: int | None = None
+    device_peak_bytes: int | None = None
+
+    @property
+    def kinds_bytes(self) -> dict[str, int]:
+        """The bytes by kind: "parameters", ..., "device_peak"."""
+        kinds = {name.removesuffix("_bytes"): held for name, held in vars(self).items() if name.endswith("_bytes")}
+        return {kind: held for kind, held in kinds.items() if held is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +170,47 @@ class ServersSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Profile:
+    """Profiled optimizer steps, and what would make them shorter.
+
+    Attributes:
+        step_s: median optimizer step, in seconds, of the rank with the longest one.
+        ranks: one a rank, in rank order.
+        findings: the largest saving first, then those that save nothing.
+        pipelines: side by side; those of which a step was timed.
+    """
+
+    step_s: float
+    ranks: Sequence[RankFigures]
+    findings: Sequence[Finding]
+    pipelines: Sequence[TimedPipeline] = ()
+
+    def __post_init__(self) -> None:
+        ranks = {rank.rank for rank in self.ranks}
+        if not self.step_s > 0 or not all(rank.step_s > 0 for rank in self.ranks):
+            raise ReportError("the profile has no step of some rank")
+        if not ranks or not ranks.issuperset(finding.rank for finding in self.findings):
+            raise ReportError("the profile has a finding of a rank that it lacks")
+
+    @property
+    def savings(self) -> list[Finding]:
+        """The findings that save time."""
+        return [finding for finding in self.findings if finding.saving_s > 0]
+
+    @property
+    def limits(self) -> list[Finding]:
+        """The findings that save no time: limits that the run is near to."""
+        return [finding for finding in self.findings if finding.saving_s <= 0]
+
+    @property
+    def shown(self) -> RankFigures:
+        """The rank of the first finding; without any, the one that computes for longest."""
+        if self.savings:
+            return next(rank for rank in self.ranks if rank.rank == self.savings[0].rank)
+        return max(self.ranks, key=lambda rank: rank.own_s)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunDocument(RunFacts):
     """``multigpu_report.json``, version 2.
 
@@ -170,9 +223,10 @@ class RunDocument(RunFacts):
             batch are not known, and under ``async_ps``.
         communication_ms: the parts of ``communication/total_ms`` by purpose, means over the steps but the first and
             over the ranks; parts that overlap in time add up to more than the total. Only where a meter measured.
-        memory: one a rank; absent if servers have the optimizer states.
+        memory: one a rank.
         parameter_servers: only where servers made the updates.
         tensor_split: only where layers were split over ranks.
+        profile: only of a ProfilerReport.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -182,11 +236,12 @@ class RunDocument(RunFacts):
     steps: int
     ranks: Sequence[ReportedRank]
     aggregate: RunMetrics
-    global_batch: Absent[int] = None
-    communication_ms: Absent[Mapping[str, float]] = None
-    memory: Absent[Sequence[HeldMemory]] = None
-    parameter_servers: Absent[ServersSection] = None
-    tensor_split: Absent[SplitPlan] = None
+    global_batch: int | None = None
+    communication_ms: Mapping[str, float] | None = None
+    memory: Sequence[HeldMemory] | None = None
+    parameter_servers: ServersSection | None = None
+    tensor_split: SplitPlan | None = None
+    profile: Profile | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -202,8 +257,43 @@ class RankRecord:
     """The most samples that it has trained on in one optimizer step; None where that is not known."""
     communication_ms: Mapping[str, float] = field(default_factory=dict)
     """Its communication in a step by purpose, in ms."""
-    memory: StageMemory | None = None
+    memory: HeldMemory | None = None
     """The memory that it held at the end of training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledRank:
+    """The part of one rank in a profile; ``stages`` are those of a pipeline."""
+
+    figures: RankFigures
+    stages: StageRecord | None = None
+
+
+def build_profile(
+    told: Sequence[ProfiledRank], servers: ServersSection | None, strategy: StrategyOptions
+) -> Profile | None:
+    """The profile of the ranks, in rank order; None where a rank has profiled no step.
+
+    ``strategy`` is the strategy by its class, whose options remedies name.
+    """
+    if not all(each.figures.steps for each in told):
+        return None
+    ranks = [each.figures for each in told]
+    pipelines = timed_pipelines(
+        [(each.figures.rank, each.figures.node, each.stages) for each in told if each.stages is not None]
+    )
+    return Profile(
+        step_s=max(rank.step_s for rank in ranks),
+        ranks=ranks,
+        findings=diagnose(
+            ranks,
+            pipeline=pipelines[0].figures() if pipelines else None,
+            shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
+            strategy=strategy,
+            asynchronous=bool(servers and servers.workers),  # they alone have a staleness
+        ),
+        pipelines=pipelines,
+    )
 
 
 def build(
@@ -215,6 +305,7 @@ def build(
     aggregations: Mapping[str, Aggregation],
     parameter_servers: ServersSection | None = None,
     tensor_split: SplitPlan | None = None,
+    profile: Profile | None = None,
 ) -> RunDocument:
     """The report of a run, from one record a rank in any order, and other fields of :class:`RunDocument`.
 
@@ -233,7 +324,7 @@ def build(
         hosts.setdefault(record.node, record.host)
     samples = [record.step_samples for record in in_order if record.step_samples is not None]
     purposes = dict.fromkeys(purpose for record in in_order for purpose in record.communication_ms)
-    held = [HeldMemory(rank=r.rank, **asdict(r.memory)) for r in in_order if r.memory is not None]
+    held = [record.memory for record in in_order if record.memory is not None]
     return RunDocument(
         **vars(facts),
         strategy=strategy,
@@ -256,12 +347,13 @@ def build(
         memory=held if len(held) == len(ranks) else None,
         parameter_servers=parameter_servers,
         tensor_split=tensor_split,
+        profile=profile,
     )
 
 
-def encoded(report: Mapping[str, Any], indent: int | None = 2) -> bytes:
-    """The file of a document; ``indent`` None is one line. Raises ``ValueError`` where a number is not finite."""
-    return (json.dumps(report, indent=indent, allow_nan=False) + "\n").encode()
+def encoded(report: Mapping[str, Any]) -> bytes:
+    """The file of a document. Raises ``ValueError`` where a number is not finite."""
+    return (json.dumps(report, indent=2, allow_nan=False) + "\n").encode()
 
 
 def write(report: Mapping[str, Any], path: Path) -> None:
@@ -287,23 +379,23 @@ def write_bytes(contents: bytes, path: Path) -> None:
             raise
 
 
-def read(path: Path, *, kind: str = "report", schema_version: int = SCHEMA_VERSION) -> dict[str, Any]:
-    """Reads a document of one version back; ``kind`` is what messages call it.
+def read(path: Path) -> RunDocument:
+    """Reads a document back.
 
     Control characters in its texts, which may come from a stranger and be meant for a terminal, are replaced.
 
     Raises:
-        ReportError: it is no JSON, or of another version.
+        ReportError: it is no JSON, of another version, or does not follow the schema.
         OSError: there is no such file, or it cannot be read.
     """
     try:
         found = _printable(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:  # no text, no JSON, a number or a depth beyond Python's limits
-        raise ReportError(f"{path}: the {kind} is no JSON: {error}") from error
+        raise ReportError(f"the report is no JSON: {error}") from error
     version = found.get("schema_version") if isinstance(found, dict) else None
-    if version != schema_version:
-        raise ReportError(f"{path}: schema_version={version!r:.80}: only version {schema_version} can be read")
-    return dict(found)
+    if version != SCHEMA_VERSION:
+        raise ReportError(f"schema_version={version!r:.80}: only version {SCHEMA_VERSION} can be read")
+    return from_json(RunDocument, found)
 
 
 def _printable(value: Any) -> Any:

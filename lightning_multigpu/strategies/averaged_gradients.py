@@ -258,9 +258,9 @@ class AveragedGradients:
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in _SWITCHES})
     if options["bucket_cap_mb"] is not None:
-        option_checks.check_positive("bucket_cap_mb", options["bucket_cap_mb"])
+        option_checks.check_number("bucket_cap_mb", options["bucket_cap_mb"])
     average_every = options["average_every"]
-    option_checks.check_positive("average_every", average_every, whole=True)
+    option_checks.check_number("average_every", average_every, whole=True)
     given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
     if average_every > 1 and given:
         raise ValueError(

@@ -85,7 +85,8 @@ class MultiGPUStrategy(ParallelStrategy):
             hosts 5 or more; after that they are killed. A rank that is stopped for half of this time while others wait
             for it counts as failed, and so does a host that sends nothing for half of this time.
         hang_report_s: seconds that a rank may wait in a collective before a report names the ranks that have entered
-            it, the ranks that have not, and where those are; 1 or more. The report ends no rank. None or 0: no report.
+            it, the ranks that have not, and where those are; 1 or more. Two ranks in different collectives end the run.
+            None or 0: no report.
         join_timeout_s: seconds after its start in which a rank has to join the others, 1 or more. It is longer than
             ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
         verify_steps: so many batches of a fit are compared before they train: on each rank the gradients of two halves

@@ -45,7 +45,8 @@ class CommonParameters:
 
     def begin(self) -> None:
         """Begins to compare values; no collective."""
-        self.values.begin(self._strategy.optimizers, self._parameters())
+        averages = any(step.average is not None for step in self._strategy.owned.steps.values())
+        self.values.begin(self._strategy.optimizers, self._parameters(), counts_hooks=averages)
 
     def _parameters(self) -> dict[str, Tensor]:
         """The parameters of which all ranks hold the same values at all times, by name."""
@@ -108,9 +109,9 @@ class CommonParameters:
         configs = self._strategy._module.trainer.lr_scheduler_configs
         followed = [f"{type(c.scheduler).__name__} follows {c.monitor!r}; " for c in configs if c.reduce_on_plateau]
         return (
-            f"{''.join(followed)}log such a value with sync_dist=True, and set learning rates alike on all ranks. A "
-            "parameter that the code changes outside of the optimizer, by the samples of its rank: make it a buffer, "
-            "or compute the change from self.all_gather(...)"
+            f"{''.join(followed)}log such a value with sync_dist=True; set learning rates, and register hooks of "
+            "optimizers, alike on all ranks. A parameter that the code changes outside of the optimizer, by samples of "
+            "its rank: make it a buffer, or compute the change from self.all_gather(...)"
         )
 
     def stepped(self) -> None:

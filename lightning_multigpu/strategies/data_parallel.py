@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import zip_longest
@@ -31,7 +31,7 @@ from lightning_multigpu._lightning_internals import (
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.tensors import marks_of, size_bytes
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import (
     ContinuedLoader,
@@ -51,6 +51,7 @@ from lightning_multigpu.engine.one_process.joint_loss import JointLoss
 from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
@@ -81,8 +82,8 @@ class DataParallelStrategy(SingleDeviceStrategy):
             batch are then weighted by their samples), "sum", or, for a mean over something else, a function from a part
             of the batch to its weight (its number of tokens, for example).
         activation_checkpointing: layers that backward computes again instead of keeping their activations, as in
-            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. Layers may not draw random numbers from a
-            generator that replicas share: torch's on CPUs, and those of Python and NumPy.
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`. The step may then not draw random numbers
+            from a generator that replicas share: torch's of the CPU, and those of Python and NumPy.
 
     Raises:
         ValueError: an option or a setting of the Trainer cannot be used with ``dp``; the message names the value, the
@@ -190,7 +191,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
                 "sync_batchnorm=True: under dp BatchNorm keeps the statistics of the first replica's samples; pass "
                 "sync_batchnorm=False, or use strategy='ring_ddp' on GPUs"
             )
-        option_checks.check_machine(self.devices, precision=str(self.precision_plugin.precision))
+        option_checks.check_devices(self.devices)
 
     @override
     def setup_environment(self) -> None:
@@ -218,8 +219,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._threads = ReplicaThreads(self.devices)
         self._recomputation = None
         if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            several = len(self.devices) > 1
-            self._recomputation = Recomputation(self._module, self._activation_checkpointing, in_threads=several)
+            self._recomputation = Recomputation(self._module, self._activation_checkpointing, warn=rank_zero_warn)
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -284,7 +284,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         recomputation = self._recomputation if hook == "training_step" else None
         parts = self._scattered(batch)
         if len(parts) == 1:
-            with recomputing(recomputation, [module], rank_zero_warn):
+            with nullcontext() if recomputation is None else recomputation.installed(module):
                 return getattr(module, hook)(parts[0], *others, **options)
         with self._travelling("broadcast", self._replicas.size_bytes(), copies=len(parts) - 1):
             replicas = self._replicas.make(len(parts))
@@ -295,13 +295,13 @@ class DataParallelStrategy(SingleDeviceStrategy):
             partial(_call_recorded, replica, hook, part, *others, **options)
             for replica, part in zip(replicas, parts, strict=True)
         ]
-        random_state, parameters = torch.get_rng_state(), self._noted(hook)
+        generators, parameters = _generators(), self._noted(hook)
         with (
-            recomputing(recomputation, replicas, rank_zero_warn),
+            nullcontext() if recomputation is None else recomputation.installed(*replicas),
             replaced(forward_ad, enter_dual_level=_refuse_levels),
         ):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
-        has_drawn = not torch.equal(random_state, torch.get_rng_state())
+        has_drawn = _generators() != generators
         self._check_unchanged(hook, parameters)
         self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
@@ -325,7 +325,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
             self._threads,
             partial(self._travelling, "reduce", copies=len(parts) - 1),
             has_drawn=has_drawn,
-            may_draw=not has_drawn or self.root_device.type != "cpu",
         ).value()
         if not isinstance(outputs[0], Mapping):
             return loss
@@ -429,6 +428,11 @@ class DataParallelStrategy(SingleDeviceStrategy):
         output = super().optimizer_step(*args, **kwargs)
         self.meter.end_step()
         return output
+
+
+def _generators() -> tuple[Any, ...]:
+    """The states of the generators that all replicas share, to compare."""
+    return (torch.get_rng_state().numpy().tobytes(), *other_random_states())
 
 
 def _refuse_levels() -> Any:

@@ -42,19 +42,13 @@ def check_bools(**options: object) -> None:
             raise ValueError(f"{name}={value!r} is not a bool; pass True or False")
 
 
-def check_positive(name: str, value: object, *, whole: bool = False) -> None:
-    """Checks that ``value`` is a finite number above 0; with ``whole``, an integer."""
-    kind = "a whole number" if whole else "a number"
+def check_number(name: str, value: object, *, least: float | None = None, whole: bool = False) -> None:
+    """Checks that ``value`` is a finite number, with ``whole`` an integer: above 0, or ``least`` and more."""
+    kind, wanted = "a whole number" if whole else "a number", "above 0" if least is None else f"of {least:g} or more"
     if isinstance(value, bool) or not isinstance(value, (int,) if whole else (int, float)):
-        raise ValueError(f"{name}={value!r} is not {kind}; pass {kind} above 0")
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"{name}={value!r} is out of range; pass {kind} above 0")
-
-
-def check_verify_steps(value: object) -> None:
-    """Checks that ``value`` is an integer of 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"verify_steps={value!r}: pass how many steps are compared with one device, 0 for none")
+        raise ValueError(f"{name}={value!r} is not {kind}; pass {kind} {wanted}")
+    if not ((value > 0 if least is None else value >= least) and math.isfinite(value)):
+        raise ValueError(f"{name}={value!r} is out of range; pass {kind} {wanted}")
 
 
 def check_options(owner: str, options: Iterable[str], known: Collection[str]) -> None:
@@ -102,47 +96,27 @@ def check_options_of_all(options: Mapping[str, Any]) -> None:
         check_choice("loss_reduction", options["loss_reduction"], ("mean", "sum"))
     for name in ("failure_timeout_s", "hang_report_s", "join_timeout_s"):
         if options[name] or name != "hang_report_s":
-            check_positive(name, options[name])
-            if options[name] < 1:
-                raise ValueError(f"{name}={options[name]!r} is out of range; pass 1 or more")
-    if (timeout := options["timeout"]) is not None:
-        if not isinstance(timeout, timedelta):
-            raise ValueError(
-                f"timeout={timeout!r} is not a timedelta; pass datetime.timedelta(seconds=1800), for example"
-            )
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout={timeout!r} is out of range; pass a timedelta above 0")
-    check_verify_steps(options["verify_steps"])
-    if (every := options["check_replicas_every_n_steps"]) not in (None, 0):
-        check_positive("check_replicas_every_n_steps", every, whole=True)
+            check_number(name, options[name], least=1)
+    timeout = options["timeout"]
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise ValueError(f"timeout={timeout!r} is no timedelta above 0; pass datetime.timedelta(seconds=1800)")
+    check_number("verify_steps", options["verify_steps"], least=0, whole=True)
+    if (every := options["check_replicas_every_n_steps"]) is not None:
+        check_number("check_replicas_every_n_steps", every, least=0, whole=True)
 
 
-def check_devices(devices: Sequence[torch.device], *, cpu_count: int, gpu_count: int) -> None:
-    """Checks that ``devices``, one for each rank of this host, exist; warns of ranks that share a GPU or a CPU core."""
-    if not devices:
-        raise ValueError("devices=0: a run needs at least 1 rank on each host; pass devices=1 or more")
-    types = sorted({device.type for device in devices})
-    if len(types) > 1:
-        raise ValueError(f"parallel_devices are of the types {', '.join(types)}; all must be of one type")
-    if types[0] not in ("cpu", "cuda"):
+def check_devices(devices: Sequence[torch.device]) -> None:
+    """Checks the types of the devices of this host's ranks; warns of ranks that share a GPU or a CPU core."""
+    if wrong := next((device.type for device in devices if device.type not in ("cpu", "cuda")), None):
         raise ValueError(
-            f"accelerator={types[0]!r}: the strategies of this pack run on CPUs and CUDA GPUs; "
+            f"accelerator={wrong!r}: the strategies of this pack run on CPUs and CUDA GPUs; "
             "pass accelerator='cpu' or accelerator='gpu'"
         )
-    if types == ["cpu"]:
-        if len(devices) > cpu_count:
-            rank_zero_warn(
-                f"devices={len(devices)}: this process may use {_plural(cpu_count, 'CPU core')}, so that ranks share "
-                f"cores and slow each other down; devices={cpu_count} or fewer avoids it"
-            )
-        return
-    indices = [0 if device.index is None else device.index for device in devices]
-    missing = sorted({index for index in indices if index >= gpu_count})
-    if missing:
-        fix = f"devices={gpu_count} or fewer" if gpu_count else "accelerator='cpu'"
-        raise ValueError(
-            f"devices={len(devices)}: this machine has {_plural(gpu_count, 'GPU')}, and no GPU "
-            f"{', '.join(map(str, missing))}; pass {fix}"
+    cores, indices = usable_cores(), [device.index or 0 for device in devices if device.type == "cuda"]
+    if not indices and len(devices) > cores:
+        rank_zero_warn(
+            f"devices={len(devices)}: this process may use {cores} CPU core{'s' * (cores != 1)}, so that ranks share "
+            f"cores and slow each other down; devices={cores} or fewer avoids it"
         )
     if len(set(indices)) < len(indices):
         rank_zero_warn(
@@ -168,46 +142,24 @@ def check_backend(backend: str | None, device_type: str) -> None:
 
     ``backend`` is a name ("gloo", "nccl"), a name for each device ("cpu:gloo,cuda:nccl"), or None for the default.
     """
-    if backend is None:
-        return
     moves = {name: devices for name, devices in dist.Backend.backend_capability.items() if name != "fake"}
     usable = [n for n, devices in moves.items() if device_type in devices and dist.is_backend_available(n)]
-    name = _backend_for(backend, device_type)
-    if name not in usable:
-        hint = did_you_mean(name, moves) if name is not None and name not in moves else ""
+    if backend is not None and _backend_for(backend, device_type) not in usable:
         raise ValueError(
             f"process_group_backend={backend!r} moves no tensors on {device_type!r} in this build of torch; pass "
-            f"{' or '.join(map(repr, usable))}, or leave the option out. {hint}".removesuffix(". ")
+            f"{' or '.join(map(repr, usable))}, or leave the option out"
         )
 
 
-def _backend_for(backend: str, device_type: str) -> str | None:
+def _backend_for(backend: str, device_type: str) -> str:
     if ":" not in backend:
         return backend.lower()
-    by_device = dict(part.partition(":")[::2] for part in backend.lower().replace(" ", "").split(","))
-    return by_device.get(device_type) or None
+    return dict(part.partition(":")[::2] for part in backend.lower().replace(" ", "").split(",")).get(device_type, "")
 
 
-def check_precision(precision: str, device_type: str, *, bf16_supported: bool = True) -> None:
-    """Checks that the device computes in ``precision``, which is "16-mixed", for example."""
-    if device_type == "cpu" and precision.startswith("transformer-engine"):
-        raise ValueError(
-            f"precision={precision!r} needs a GPU; pass precision='bf16-mixed' on CPU, or accelerator='gpu'"
-        )
-    if device_type == "cuda" and precision.startswith("bf16") and not bf16_supported:
-        instead = precision.replace("bf16", "16")
-        raise ValueError(
-            f"precision={precision!r}: this GPU has no bfloat16 units (compute capability 8.0 or newer has); "
-            f"pass precision={instead!r} or '32-true'"
-        )
-
-
-def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_gpu: bool) -> None:
-    """Checks the Trainer's settings for a strategy: devices, hosts, back end, precision and SyncBatchNorm.
-
-    ``may_ask_gpu``: whether this rank's GPU may be asked for bfloat16 units; if not, they are assumed.
-    """
-    check_machine(run.devices, precision=precision, local_rank=run.local_rank if may_ask_gpu else None)
+def check_run(run: RunContext, *, sync_batchnorm: bool) -> None:
+    """Checks the Trainer's settings for a strategy: devices, hosts, back end and SyncBatchNorm."""
+    check_devices(run.devices)
     check_backend(run.backend, run.device_type)
     check_shared_gpus(run.devices, run.backend)
     if run.num_nodes > 1 and run.failure_timeout_s < SHORTEST_OF_HOSTS_S:  # the guardians could take one for failed
@@ -223,23 +175,8 @@ def check_run(run: RunContext, *, precision: str, sync_batchnorm: bool, may_ask_
         )
 
 
-def check_machine(devices: Sequence[torch.device], *, precision: str, local_rank: int | None = 0) -> None:
-    """Checks that this machine has the devices, and that they compute in the Trainer's precision.
-
-    The GPU of ``local_rank`` is asked for bfloat16 units; with None they are assumed.
-    """
-    on_gpus = any(device.type == "cuda" for device in devices)
-    check_devices(devices, cpu_count=usable_cores(), gpu_count=torch.cuda.device_count() if on_gpus else 0)
-    device_type = devices[0].type
-    bf16_supported = True
-    if on_gpus and local_rank is not None and precision.startswith("bf16"):
-        with torch.cuda.device(devices[local_rank]):
-            bf16_supported = bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    check_precision(precision, device_type, bf16_supported=bf16_supported)
-
-
 def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fewest_stages: int = 2) -> None:
-    """Checks that there are enough ranks for a pipeline, and that their back end moves tensors between two ranks.
+    """Checks that there are enough ranks for a pipeline.
 
     ``fewest_stages`` is 2, or 1 if the ranks also split layers.
     """
@@ -255,16 +192,7 @@ def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fe
             f"pipeline_parallel_size={num_stages} does not divide the {run.world_size} ranks of {run.num_nodes} x "
             f"{num_devices} devices into pipelines; pass a divisor of {run.world_size}"
         )
-    if run.device_type == "cuda" and (run.backend or "nccl") not in ("nccl", "gloo"):
-        raise ValueError(
-            f"process_group_backend={run.backend!r}: the stages of a pipeline on GPUs exchange "
-            "activations over 'nccl', or for development, also several on one GPU, over 'gloo'"
-        )
     if sync_batchnorm:
         raise ValueError(
             "sync_batchnorm=True: the stages of a pipeline have no BatchNorm in common; pass sync_batchnorm=False"
         )
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"{count} {noun}{'s' * (count != 1)}"

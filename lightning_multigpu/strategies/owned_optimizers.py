@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import plain_optimizer
+from lightning_multigpu.engine.data_parallel.averaging import average_gradients
 from lightning_multigpu.placement.owned_step import OwnedStep, Transport, check_apart
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -50,6 +52,9 @@ class OwnedOptimizers:
         With ``is_asynchronous`` a worker's gradients are its own, and complete.
         """
         strategy, module = self._strategy, self._strategy._module
+        data = strategy.metered(strategy.collectives.data.group, "data")
+        for step in () if is_asynchronous else self.steps.values():
+            step.average = partial(average_gradients, group=data)
         is_read = reads_gradients(module) or not module.automatic_optimization
         is_changed = is_read or getattr(strategy.precision_plugin, "scaler", None) is not None
         if is_asynchronous:

@@ -46,13 +46,7 @@ def launcher_of(strategy: MultiGPUStrategy) -> ScriptLauncher | SpawnLauncher:
         ValueError: a setting of the Trainer does not fit, or there is no script that further ranks could run.
     """
     run, start_method = strategy.run_context, strategy._start_method
-    option_checks.check_run(
-        run,
-        precision=str(strategy.precision_plugin.precision),
-        sync_batchnorm=strategy._layer_sync is not None,
-        # Asking a GPU initialises CUDA, after which no process can be forked.
-        may_ask_gpu=start_method == "popen",
-    )
+    option_checks.check_run(run, sync_batchnorm=strategy._layer_sync is not None)
     if start_method == "spawn" and IS_INTERACTIVE:
         start_method = "fork"  # a spawned process cannot import the code of a notebook
     if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:

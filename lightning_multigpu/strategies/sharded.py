@@ -86,8 +86,7 @@ class ShardedStrategy(MultiGPUStrategy):
             offload_optimizer=offload_optimizer,
             gather_at_end=gather_at_end,
         )
-        if bucket_cap_mb:
-            option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+        option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
         super().__init__(**options)
         self.common.broadcasts_buffers = broadcast_buffers
         self._given = option_checks.own_options(ShardedStrategy, locals())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,15 +14,23 @@ import torch
 
 from lightning_multigpu.callbacks import probes
 from lightning_multigpu.callbacks.probes import HostProbe, host_memory, probes_of
-from tests.fake_nvml import FakeNvml, NVMLError
 
 GPU = torch.device("cuda", 0)
 
 
+class NVMLError(Exception): ...
+
+
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
-    """CUDA's first GPU is NVML's third one."""
-    found = FakeNvml()
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A made-up NVML; CUDA's first GPU is NVML's third one."""
+    found: Any = ModuleType("pynvml")
+    found.NVMLError, found.NVML_TEMPERATURE_GPU = NVMLError, 0
+    found.nvmlInit = lambda: None
+    found.nvmlDeviceGetHandleByUUID = lambda uuid: ("07", "0f", "47", "4e").index(uuid.removeprefix("GPU-"))
+    found.nvmlDeviceGetMemoryInfo = lambda gpu: SimpleNamespace(used=10_000 + gpu)
+    found.nvmlDeviceGetUtilizationRates = lambda gpu: SimpleNamespace(gpu=87)
+    found.nvmlDeviceGetPowerUsage, found.nvmlDeviceGetTemperature = lambda gpu: 250_000, lambda gpu, sensor: 61
     monkeypatch.setitem(sys.modules, "pynvml", found)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="47"))
     return found
@@ -35,7 +43,7 @@ def raises(message: str) -> Callable[..., Any]:
     return reading
 
 
-def test_figures_of_a_gpu_have_our_units_and_what_it_does_not_report_is_absent(gpu: FakeNvml) -> None:
+def test_figures_of_a_gpu_have_our_units_and_what_it_does_not_report_is_absent(gpu: Any) -> None:
     """They are those of the GPU that trains, in whichever order CUDA counts."""
     host, probe = probes_of(GPU)
     found = {
@@ -58,7 +66,7 @@ def test_figures_of_a_gpu_have_our_units_and_what_it_does_not_report_is_absent(g
     ],
 )
 def test_a_gpu_that_cannot_be_read_says_why(
-    gpu: FakeNvml, is_installed: bool, message: str, monkeypatch: pytest.MonkeyPatch
+    gpu: Any, is_installed: bool, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu, "nvmlInit", raises("Driver Not Loaded"))
     if not is_installed:

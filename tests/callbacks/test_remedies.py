@@ -35,7 +35,7 @@ def remedies(strategy: Any, *, num_nodes: int = 2) -> dict[str, str]:
                 rank=rank, host="a", node=rank % num_nodes, phases_s={**WORK, "forward": 0.02 + 0.03 * rank},
                 callbacks_s={"Slow.on_train_batch_end": 0.02}, hidden_s=0.1, data_workers=0, threads=8, cores=2,
                 waits_s={"gradients": 0.1, **({"activations": 0.1} if split else {})}, activations_rate=1e12,
-                pushes=Pushes(0.2, 2.0) if served else None, reads=(ReadValues("train.py:7", 9, 0.02),),
+                pushes=Pushes(0.2, 2.0) if served else None, reads=(ReadValues("train.py(7): f", 9, 0.02),),
                 memory=MemoryUse("GPU", 9.9, 10.0, {kind: 9.0}), launches=LaunchQueue(9, 0.001, 0),
             )
             for rank in range(2)

@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
 from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands import doctor, host_facts
-from lightning_multigpu.commands.host_facts import (
-    differences,
-    facts_of_host,
-    pids_max,
-    problems_of,
-    problems_of_differences,
-    shown_variables,
-)
+from lightning_multigpu.commands.doctor import facts_of_host, pids_max, problems_of, report, shown_variables
 from lightning_multigpu.communication.job_secret import JOB_SECRET
+from lightning_multigpu.job import shared_gpus
 from tests import preforked
-from tests.fake_nvml import FakeNvml
+from tests.commands.test_topology import gpus_are_there
 from tests.world import free_port
 
 SECRET = "0123456789abcdef" * 4
@@ -44,27 +35,18 @@ def facts() -> dict[str, Any]:
 def test_the_report_of_one_host(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(JOB_SECRET, SECRET)
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth 0")
-    status = main(["doctor", "--json"])
+    status = main(["doctor"])
     printed = capsys.readouterr().out
     assert SECRET not in printed
-    document = json.loads(printed)
-    assert list(document) == ["schema_version", "hosts", "differences", "all_reduce", "problems"]
-    assert status == bool(document["problems"])
-    [host] = document["hosts"].values()
-    assert host["torch"] == torch.__version__
-    assert host["interfaces"].keys() == psutil.net_if_addrs().keys()
-    assert host["process_groups_through"] == "lo"
-    assert host["launcher_variables"][JOB_SECRET] == "set"
-    assert document["differences"] == {}
-    gloo, nccl = document["all_reduce"]
-    assert gloo == {"backend": "gloo", "ranks": 2, "status": "ok", "reason": None}
+    rows = dict(line.split("  ", 1) for line in printed.splitlines() if "  " in line.strip())
+    assert rows["torch"].strip() == torch.__version__
+    assert rows["process groups through"].strip() == "lo"
+    assert f"{JOB_SECRET}=set" in rows["launcher variables"]
+    assert "NCCL_SOCKET_IFNAME='eth 0'" in rows["back end variables"]
+    assert rows["all-reduce of 2 over gloo"] == "ok"
     if not torch.cuda.device_count():
-        assert nccl == {"backend": "nccl", "ranks": 2, "status": "not tried", "reason": "torch sees no GPU"}
-    text = doctor.lines(document)
-    words = [line.split(maxsplit=1) for line in text]
-    assert ["torch", torch.__version__] in words
-    assert any(line.split("  ")[0] == "back end variables" and "NCCL_SOCKET_IFNAME='eth 0'" in line for line in text)
-    assert any(line.startswith("all-reduce of 2 over gloo  ok") for line in text)
+        assert rows["all-reduce of 2 over nccl"] == "not tried: torch sees no GPU"
+    assert status == ("PROBLEM" in printed)
 
 
 def all_reduces_give(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,16 +104,28 @@ def test_what_is_broken(facts: dict[str, Any], changes: dict[str, Any], problem:
 
 
 def test_what_differs_between_hosts(facts: dict[str, Any]) -> None:
-    other = {**facts, "torch": "2.9.0", "shm_bytes": 67_108_864, "shm_free_bytes": 5, "host": "b", "interfaces": {}}
-    assert differences({"a": facts, "c": dict(facts)}) == {}
-    found = differences({"a": {**facts, "shm_bytes": 10**10}, "b": other, "c": other})
-    assert found == {
-        "torch": {facts["torch"]: ["a"], "2.9.0": ["b", "c"]},
-        "/dev/shm": {"10.0 GB": ["a"], "67.1 MB": ["b", "c"]},
+    facts = {**facts, "launcher_variables": {}, "shm_bytes": 10**10, "host": "a"}
+    other = {
+        **facts,
+        "torch": "2.10.0",
+        "shm_bytes": 67_108_864,
+        "shm_free_bytes": 10**9,
+        "interfaces": {},
+        "host": "b",
     }
-    assert [what for what, _ in problems_of_differences(found)] == [
-        f"torch differs between hosts: {facts['torch']}, 2.9.0"
+    assert (
+        "2 hosts; the facts above are those of node 0 (a). No differences were found."
+        in report([facts] * 2, 2, {}, None)[0]
+    )
+    text, is_good = report([facts, other, other], 3, {}, None)
+    assert not is_good
+    assert [line.split("  ")[-1].strip() for line in text[text.index("", 1) + 2 : text.index("", 30)]] == [
+        f"{facts['torch']}: node 0 (a)",
+        "2.10.0: node 1 (b), node 2 (b)",
+        "10.0 GB: node 0 (a)",
+        "67.1 MB: node 1 (b), node 2 (b)",
     ]
+    assert any(f"torch differs between hosts: {facts['torch']}, 2.10.0" in line for line in text)
 
 
 @pytest.mark.launch
@@ -190,13 +184,11 @@ def test_secrets_and_foreign_variables_are_not_shown() -> None:
     assert shown_variables(given) == {JOB_SECRET: "set", "MASTER_PORT": "29500"}
 
 
-def test_gpus_driver_and_links_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+def test_gpus_driver_and_links_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus_are_there(monkeypatch)
     found = facts_of_host("127.0.0.1", 2)
-    assert (found["gpus"], found["driver"]) == (["NVIDIA A100 (85.0 GB)"] * 4, "580.65.06")
-    assert found["gpus_joined_by"] == "NV4 (0-1, 2-3), SYS (0-2, 0-3, 1-2, 1-3)"
-    assert fake.users == 0
+    assert (found["gpus"], found["driver"]) == (["NVIDIA A100, 81920 MiB"] * 2, "580.65.06")
+    assert found["gpus_joined_by"] == "NVLink"
 
 
 @pytest.mark.parametrize(
@@ -205,34 +197,20 @@ def test_gpus_driver_and_links_by_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_ranks_share_a_gpu_where_nccl_lets_them(
     gpus: int, version: tuple[int, int, int], may: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml())
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(host_facts, "nccl_version", lambda: version)
+    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
     found = facts_of_host("127.0.0.1", 2)
     assert found["nccl"] == ".".join(map(str, version))
     assert (found["no_nccl_because"] is None) == may
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"), [(FakeNvml(is_lost=True), "GPU is lost"), (None, "pip install 'lightning-multigpu[gpu]'")]
-)
-def test_without_nvml_the_reason_is_there(
-    module: FakeNvml | None, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", module)
-    found = facts_of_host("127.0.0.1", 2)
-    assert (found["nvml"], found["driver"]) == (reason, None)
-    assert module is None or module.users == 0
-
-
-@pytest.mark.parametrize(("lines", "base"), [("0::/a/b\n", ""), ("9:name=systemd:/a\n8:pids:/a/b\n0::/\n", "pids")])
-def test_the_lowest_limit_of_a_container(lines: str, base: str, tmp_path: Path) -> None:
+def test_the_lowest_limit_of_a_container(tmp_path: Path) -> None:
     cgroup, groups = tmp_path / "cgroup", tmp_path / "groups"
-    cgroup.write_text(lines)
+    cgroup.write_text("9:name=systemd:/a\n0::/a/b\n")
     assert pids_max(cgroup, groups) == "unlimited"
-    (groups / base / "a" / "b").mkdir(parents=True)
-    (groups / base / "a" / "pids.max").write_text("500\n")
-    (groups / base / "a" / "b" / "pids.max").write_text("max\n")
+    (groups / "a" / "b").mkdir(parents=True)
+    (groups / "a" / "pids.max").write_text("500\n")
+    (groups / "a" / "b" / "pids.max").write_text("max\n")
     assert pids_max(cgroup, groups) == 500
     assert pids_max(tmp_path / "no", groups) == "unlimited"

@@ -131,7 +131,7 @@ def test_the_first_choice_is_written_as_a_configuration_of_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--micro-batches=2"], "--micro-batches is not a setting"),
+        (["--micro-batches=2"], "unrecognized arguments: --micro-batches=2"),
         (["--picture", "no/such.svg"], "--picture=no/such.svg: there is no directory no; make it first"),
         (["--picture=plan.gif"], "--picture=plan.gif: a picture's name ends in one of .svg, .png, .pdf"),
         (["--machine=other.json"], "other.json: there is no such file; run 'lightning-multigpu calibrate'"),
@@ -157,6 +157,11 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
     assert main(["plan", "--config=run.yaml", "--picture=plan.svg"]) == 2
     message = "needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'\n"
     assert message in capsys.readouterr().err
+
+
+def test_a_machine_by_name_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    planned("--strategies", "ring_ddp", "--preset=a100")
+    assert capsys.readouterr().out.startswith("The model was measured here, the machine was not: ")
 
 
 def test_another_torch_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,8 +148,7 @@ def test_what_cannot_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert error_of(capsys, *resume, "--ckpt_path=a.ckpt").startswith("--resume and --ckpt_path exclude each other; ")
     assert error_of(capsys, "fit", "--resume=rnus").startswith("--resume=rnus: there is no such directory")
     assert error_of(capsys, "fit", "--resume").startswith("--resume takes a run's directory")
-    assert error_of(capsys, "test", "--resume=runs").startswith("--resume is not a setting.")
-    assert error_of(capsys, "fit", "--resum=runs").endswith("Did you mean '--resume'?")
+    assert error_of(capsys, "test", "--resume=runs").startswith("unrecognized arguments: --resume=runs")
     Path("own.yaml").write_text("resume: runs\n")
     of_file = error_of(capsys, "fit", "--config=run.yaml", "--config=own.yaml")
     assert "resume is an option of the command line" in of_file

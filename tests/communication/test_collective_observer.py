@@ -33,8 +33,8 @@ class ToldNote:
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def awaited(self, *, by_device: bool = False) -> None:
-        self._events.append("awaited by the device" if by_device else "awaited")
+    def awaited(self) -> None:
+        self._events.append("awaited")
 
     def ended(self) -> None:
         self._events.append("ended")

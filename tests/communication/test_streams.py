@@ -185,7 +185,7 @@ def test_the_observer_hears_what_the_device_waits_for(meter: Meter, fake_gpu: Fa
         meter._stream_watch.look()
         heard.append(list(told.events))
     future.wait()
-    begun, waits = ["began, not awaited"], ["began, not awaited", "awaited by the device"]
+    begun, waits = ["began, not awaited"], ["began, not awaited", "awaited"]
     assert heard == [begun, waits, waits, [*waits, "ended"]]
     assert told.fields[0] == {
         "operation": "all_reduce", "group": "data", "ranks": "0-1"

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.activation_checkpointing import (
+    Choice,
     Recomputation,
     RecomputationError,
     layers_of,
     recomputed,
-    recomputing,
     selected_layers,
 )
 from lightning_multigpu.engine.errors import PipelineError
@@ -60,10 +60,7 @@ def train(layer: nn.Module, seed: int, again: bool, **kwargs: Any) -> list[Tenso
     set_random_state(seed, CPU)
     torch.set_default_dtype(torch.float64)
     try:
-        if again:
-            output = recomputed(layer, layer.forward, (x,), kwargs, lambda: nullcontext(set_random_state(seed, CPU)))
-        else:
-            output = layer(x, **kwargs)
+        output = recomputed(layer, layer.forward, (x,), kwargs) if again else layer(x, **kwargs)
     finally:
         torch.set_default_dtype(torch.float32)
     set_random_state(99, CPU)
@@ -102,7 +99,7 @@ def test_an_input_that_is_changed_in_secret_is_refused(hooks: bool) -> None:
     unpacked = torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor)
     with (
         unpacked if hooks else nullcontext(),
-        pytest.raises(PipelineError, match=r"a Changing changes its input in place.*leave it out of activation_ch"),
+        pytest.raises(PipelineError, match=r"a Changing changes its input in its.*leave it out of activation_ch"),
     ):
         train(Changing(), 1, True)
 
@@ -153,11 +150,15 @@ def test_layers_of_a_whole_module_are_selected() -> None:
     assert selected_layers(module, ["blocks.1.0", "first"]) == ["first", "blocks.1.0"]
     assert selected_layers(module, ["Block", nn.Linear]) == ["first", *LAYERS], "of layers inside each other the outer"
     assert selected_layers(module, []) == []
-    words = r"\['Conv'\] names no module of Whole.*Block, Dropout, Linear.*'blocks.0', 'blocks.1.0', 'head.0'.*or True"
+    words = r"\['Conv'\] names no layer of Whole.*Block, Dropout, Linear.*'blocks.0', 'blocks.1.0', 'head.0'.*or True"
     with pytest.raises(ValueError, match=words):
         selected_layers(module, ["Linear", "Conv"])
     with pytest.raises(ValueError, match=r"=True: no module of Linear is an nn.Sequential or .*such as \[\]"):
         selected_layers(nn.Linear(1, 1), True)
+
+
+def again_of(module: nn.Module, choice: Choice = True) -> Recomputation:
+    return Recomputation(module, choice, warn=pytest.fail)
 
 
 def gradients(module: nn.Module, again: Recomputation | None) -> dict[str, Tensor]:
@@ -172,32 +173,33 @@ def gradients(module: nn.Module, again: Recomputation | None) -> dict[str, Tenso
 
 
 def test_a_whole_module_trains_as_without() -> None:
-    """Hooks of a layer run once, random numbers are drawn again, and go on behind backward as if they had not been."""
+    """Random numbers are drawn again, and go on behind backward as if they had not been; so hooks run again."""
     torch.manual_seed(1)
     module = Whole()
     calls: list[str] = []
-    module.blocks[0].register_forward_hook(lambda *_: calls.append("layer"))
+    module.blocks[0].register_forward_pre_hook(lambda *_: calls.append("layer"))
     module.blocks[0].inner.register_forward_hook(lambda *_: calls.append("inside"))  # type: ignore[union-attr]
     expected, numbers = gradients(module, None), torch.rand(3)
-    assert calls == ["inside", "layer"]
+    assert calls == ["layer", "inside"]
     module.zero_grad()
-    again = Recomputation(module, True)
+    again = again_of(module)
     found = gradients(module, again)
     assert torch.equal(torch.rand(3), numbers)
-    assert calls[2:] == ["inside", "layer", "inside"]
+    assert calls[2:] == ["layer", "inside"] * 2
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert found.keys() == expected.keys()
-    assert again.without_effect() is None
-    assert not any("forward" in vars(part) for part in module.modules()), "the module is as it was"
+    assert not any("_compiled_call_impl" in vars(part) for part in module.modules()), "the module is as it was"
     with again.installed(module), torch.no_grad():
         module(torch.zeros(1, 3))
 
 
 def test_an_option_without_effect_warns() -> None:
-    module, warnings = Whole(), []  # type: ignore[var-annotated]
-    with recomputing(Recomputation(module, True), [module], warnings.append):
-        """Nothing calls the layers."""
-    assert [text.partition(": ")[0] for text in warnings] == ["activation_checkpointing=True has no effect"]
+    module, warnings = Whole(), list[str]()
+    again = Recomputation(module, True, warn=warnings.append)
+    for _ in range(2):
+        with again.installed(module):
+            """Nothing calls the layers."""
+    assert [text.partition(": ")[0] for text in warnings] == ["activation_checkpointing has no effect"]
 
 
 class Named(nn.Linear):
@@ -207,7 +209,7 @@ class Named(nn.Linear):
 
 def test_arguments_of_a_layer_may_have_any_name() -> None:
     module = nn.Sequential(Named(3, 3))
-    with Recomputation(module, True).installed(module):
+    with again_of(module).installed(module):
         module[0](torch.ones(1, 3), name="first", layer=0, own=torch.ones(3)).sum().backward()
     assert module[0].weight.grad is not None
 
@@ -216,7 +218,7 @@ def test_a_layer_in_two_containers_is_computed_again_once() -> None:
     """It was patched for each of them, and then refused as if a checkpoint were around it."""
     shared = nn.Linear(3, 3)
     module = nn.ModuleDict({"first": nn.Sequential(shared), "second": nn.Sequential(shared, nn.Linear(3, 1))})
-    again = Recomputation(module, True)
+    again = again_of(module)
     assert again.names == ["first.0", "second.1"]
     with again.installed(module):
         module["second"](module["first"](torch.ones(1, 3))).sum().backward()
@@ -231,20 +233,20 @@ class Counting(Whole.Block):
 def test_layers_that_cannot_be_computed_again_are_refused() -> None:
     module = nn.Sequential(Counting())
     with (
-        pytest.raises(RecomputationError, match=r"^0 changes its buffer 'calls' .*leave it out of activation_ch"),
-        Recomputation(module, True).installed(module),
+        pytest.raises(RecomputationError, match=r"Counting changes its buffer 'calls' .*leave it out of activation_ch"),
+        again_of(module).installed(module),
     ):
         module(torch.ones(1, 3))
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     for reentrant in (True, False):
         with (
             pytest.raises(RecomputationError, match=r"^0 is called within torch.utils.checkpoint.*leave the"),
-            Recomputation(module, True).installed(module),
+            again_of(module).installed(module),
         ):
             checkpoint(module, torch.ones(1, 3, requires_grad=True), use_reentrant=reentrant)
     compiled = nn.ModuleDict({"net": torch.compile(module, backend="eager")})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"^net is compiled as a whole.*layer.compile\(\)"):
-        Recomputation(compiled, [nn.Linear])
+        again_of(compiled, [nn.Linear])
 
 
 def test_compiled_layers_are_computed_again() -> None:
@@ -254,6 +256,6 @@ def test_compiled_layers_are_computed_again() -> None:
     module.zero_grad()
     runs = []
     module[0]._compiled_call_impl = lambda x: runs.append(1) or module[0]._call_impl(x)  # type: ignore[assignment, func-returns-value]
-    found = gradients(module, Recomputation(module, True))
+    found = gradients(module, again_of(module))
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert len(runs) == 2

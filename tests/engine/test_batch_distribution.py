@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy
@@ -55,6 +56,7 @@ def test_drop_last_drops_an_incomplete_global_batch() -> None:
     assert _ranks(11, 2, 2, drop_last=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
+@pytest.mark.filterwarnings("ignore:. data ranks evaluate fewer samples")
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 10, 16, 17, 23])
 @pytest.mark.parametrize(("batch_size", "num_replicas"), [(1, 2), (2, 2), (4, 2), (2, 4), (3, 3)])
 def test_outside_training_no_sample_is_repeated(length: int, batch_size: int, num_replicas: int) -> None:
@@ -166,6 +168,12 @@ class _Pairs(BatchSampler):
         return -(-len(self.sampler) // 2)  # type: ignore[arg-type]
 
 
+class _Endless(_Pairs):
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield from super().__iter__()
+
+
 class _DrawnWhenMade(_Pairs):
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
         super().__init__(sampler, batch_size, drop_last)
@@ -185,15 +193,19 @@ def _of_kind(kind: str, data: Any, sampler: Any) -> DataLoader[Any]:
         return DataLoader(data, batch_size=None, sampler=sampler)
     if kind == "with a state":
         return _Stateful(data, batch_size=2, sampler=sampler)
-    return DataLoader(data, batch_sampler=(_Pairs if kind == "subclass" else _DrawnWhenMade)(sampler, 2, False))
+    kinds = {"subclass": _Pairs, "endless": _Endless, "drawn": _DrawnWhenMade}
+    return DataLoader(data, batch_sampler=kinds[kind](sampler, 2, False))
 
 
-@pytest.mark.parametrize("kind", ["whole batches", "subclass", "with a state"])
+@pytest.mark.parametrize("kind", ["whole batches", "subclass", "endless", "with a state"])
 @pytest.mark.parametrize("num_replicas", [2, 4])
 @pytest.mark.parametrize("length", [8, 9, 10, 13, 17])
 @pytest.mark.parametrize("even", [True, False])
 def test_loaders_of_other_kinds_repeat_no_sample(kind: str, num_replicas: int, length: int, even: bool) -> None:
-    """The padding of Lightning's sampler stayed in them: with 2 ranks 17 samples became 18, and 5 batches 6."""
+    """The padding of Lightning's sampler stayed in them: with 2 ranks 17 samples became 18, and 5 batches 6.
+
+    An endless sampler was drawn from until the memory was full.
+    """
     data = torch.arange(length)
     batches = BatchSampler(SequentialSampler(range(length)), 2, False)  # type: ignore[arg-type]
     seen = []
@@ -211,6 +223,22 @@ def test_loaders_of_other_kinds_repeat_no_sample(kind: str, num_replicas: int, l
         seen += [i for batch, size in zip(loaded, dealt.counts, strict=True) for i in batch.tolist()[:size]]
         assert not even or all(dealt.counts)
     assert sorted(seen) == list(range(length))
+
+
+@pytest.mark.parametrize("kind", ["plain", "whole batches"])
+def test_samples_that_are_too_few_for_the_ranks_are_said_to_be_seen_twice(kind: str) -> None:
+    """A rank without one evaluated another rank's, in silence."""
+    lacking = 3 if kind == "plain" else 1
+    data = torch.arange(3) if kind == "plain" else [torch.arange(2), torch.arange(2), torch.arange(2)]
+    for rank in range(4):
+        sampler = DistributedSampler(data, num_replicas=4, rank=rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        loader: DataLoader[Any] = DataLoader(data, batch_size=1 if kind == "plain" else None, sampler=sampler)  # type: ignore[arg-type]
+        loader, dealt = distribute_batches(loader, num_replicas=4, rank=rank, even=True)
+        words = "4 data ranks evaluate fewer samples, or fewer items that are not divided, than they are"
+        with pytest.warns(UserWarning, match=words) if rank == lacking else nullcontext():
+            assert len(list(loader)) == 1
+        assert dealt is not None
+        assert list(dealt.counts) == [int(rank != lacking)]
 
 
 def test_a_batch_sampler_that_has_drawn_keeps_the_batches_of_its_rank() -> None:

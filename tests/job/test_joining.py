@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -194,18 +193,6 @@ def test_a_rank_that_finds_no_way_names_both_ends(found: dict[str, str], monkeyp
     else:
         assert str(caught.value).startswith(f"{own} could not connect to another rank")
         assert "neighbour table overflow" in str(caught.value)
-
-
-@pytest.mark.parametrize(("made_by_parent", "given"), [(False, ["/tmp/pymp-x"]), (True, [])])
-def test_a_directory_that_the_parent_has_made_is_not_given_to_the_guardian(
-    made_by_parent: bool, given: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The guardian of a bench's ranks removed the directory of the bench's own process, which ended with an error."""
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object() if made_by_parent else None)
-    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", "/tmp/pymp-x")  # type: ignore[attr-defined]
-    found: list[str] = []
-    joining._name_temporary(SimpleNamespace(uses_temporary=found.append))  # type: ignore[arg-type]
-    assert found == given
 
 
 @pytest.mark.parametrize(("address", "name"), [("10.0.0.3", "node 2 (host c)"), ("10.1.0.3", "10.1.0.3")])

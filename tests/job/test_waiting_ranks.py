@@ -15,10 +15,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 
-from lightning_multigpu.commands import early_checks
-from lightning_multigpu.commands.early_checks import ranks_to_start
-from lightning_multigpu.commands.settings import flat
+from lightning_multigpu.commands import fit
+from lightning_multigpu.commands.fit import ranks_to_start
 from lightning_multigpu.commands.usage import COMMAND
 from lightning_multigpu.job.waiting_ranks import _PIPE, _waiting, are_waiting, launch_rank, ranks_started
 from tests import preforked
@@ -139,11 +139,36 @@ class TestStarting:
         ],
     )  # fmt: skip
     def test_ranks_that_a_command_line_will_need(
-        self, trainer: object, environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch
+        self,
+        trainer: object,
+        environment: dict[str, str],
+        count: int,
+        monkeypatch: pytest.MonkeyPatch,
+        tmp_path: Path,
     ) -> None:
         """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
-        monkeypatch.setattr(early_checks, "usable_cores", lambda: 3)
-        assert ranks_to_start(flat({"trainer": trainer}), environment) == count
+        monkeypatch.setattr(fit, "usable_cores", lambda: 3)
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+        for saved in ([f"--config={tmp_path}/config.yaml"], ["--resume", str(tmp_path), "--seed_everything=1"]):
+            assert ranks_to_start(saved, environment) == count
+
+    @pytest.mark.parametrize(
+        ("options", "count"),
+        [
+            (["--trainer.strategy=gpipe"], 2),
+            (["--trainer.strategy=ddp"], 1),
+            (["--trainer.strategy.class_path=RingDDPStrategy", "--trainer.devices", "3"], 3),
+            (["--trainer.strategy.start_method=spawn"], 1),
+            (["--config=no.yaml"], 1),
+            (["--config"], 1),
+        ],
+    )
+    def test_options_override_files(
+        self, options: list[str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setattr(fit, "usable_cores", lambda: 3)
+        (tmp_path / "run.yaml").write_text("trainer: {devices: 2}")
+        assert ranks_to_start(["-c", f"{tmp_path}/run.yaml", *options], {}) == count
 
     @pytest.mark.parametrize(
         ("argv", "count"),
@@ -164,18 +189,17 @@ class TestStarting:
             return nullcontext()
 
         monkeypatch.setattr(sys, "argv", argv)
-        monkeypatch.setattr(early_checks, "checked_settings", lambda *_: {})
-        monkeypatch.setattr(early_checks, "ranks_to_start", lambda *_: 2)
-        monkeypatch.setattr(early_checks, "ranks_started", ranks_started)
-        monkeypatch.setattr(early_checks, "import_module", lambda _: SimpleNamespace(run=lambda *_: 0))
-        assert early_checks.run("fit", ["--x"]) == 0
+        monkeypatch.setattr(fit, "ranks_to_start", lambda *_: 2)
+        monkeypatch.setattr(fit, "ranks_started", ranks_started)
+        monkeypatch.setattr(fit, "import_module", lambda _: SimpleNamespace(run=lambda *_: 0))
+        assert fit.run("fit", ["--x"]) == 0
         assert started == [1][:count]
 
     def test_a_system_that_tells_no_affinity(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """On macOS every fit with several ranks ended with an AttributeError."""
         monkeypatch.delattr(os, "sched_getaffinity")
         monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        assert ranks_to_start(flat({"trainer": {**RING, "devices": 64}}), {}) == 2
+        assert ranks_to_start(["--trainer.strategy=ring_ddp", "--trainer.devices=64"], {}) == 2
 
 
 @pytest.mark.launch

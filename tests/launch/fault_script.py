@@ -47,7 +47,6 @@ KINDS: dict[str, Callable[[], object]] = {
     "interrupt": partial(signal.raise_signal, signal.SIGINT),
     "terminate": partial(signal.raise_signal, signal.SIGTERM),
     "end-guardian": outside_faults.end_guardian,
-    "stop-guardian": outside_faults.stop_guardian,
 }
 # Those that need a host of their own.
 HOST_KINDS: dict[str, Callable[[], object]] = {
@@ -64,6 +63,7 @@ CONTROLS: dict[str, Callable[[], object]] = {
     "breakpoint": outside_faults.breakpoint_,
     "trace": outside_faults.trace,
     "pause": outside_faults.pause,
+    "stop-guardian": outside_faults.stop_guardian,
 }
 
 

@@ -1,6 +1,6 @@
 """A user's job of 2 ranks that wait for each other: ``hang_script.py START_METHOD HOW``.
 
-"in turn" has two waits that end as soon as a file of their name is in the directory ``GO_ON``, and then one for ever.
+"in turn" has a wait that ends as soon as a file of its name is in the directory ``GO_ON``, and then one for ever.
 """
 
 from __future__ import annotations
@@ -74,21 +74,11 @@ class Waits(Classifier):
         super().validation_step(batch, batch_idx)
 
 
-class SavesSlowly(Callback):
-    """Rank 0 takes its time over a checkpoint, and the others wait for it."""
-
-    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.global_step == STEP + 1:
-            if trainer.global_rank == 0:
-                wait_for("slow save")
-            trainer.strategy.barrier("saved")
-
-
 def main() -> None:
     method, how = sys.argv[1:]
     callbacks: list[Callback] = []
     if how == "in turn":
-        callbacks = [SavesSlowly(), faults.plant(faults.hang, rank=1, step=STEP + 2, where="validation")]
+        callbacks = [faults.plant(faults.hang, rank=1, step=STEP + 2, where="validation")]
     strategy = RingDDPStrategy(
         start_method=method,  # type: ignore[arg-type]
         failure_timeout_s=FAILURE_TIMEOUT_S,

@@ -44,7 +44,7 @@ SEVERAL_HOSTS = [
     Combination("drop", "training", 1, "hosts"),
     Combination("vanish", "validation", 0, "hosts"),
     Combination("sever", "training", 1, "hosts"),
-    Combination("stop-guardian", "training", 1, "hosts"),
+    Combination("stop-guardian", "training", 1, "hosts"),  # its ranks resume it
     Combination("pause", "training", 0, "hosts"),
 ]
 STAGES = [

@@ -44,7 +44,6 @@ def test_the_others_finish(start_method: str, how: str, what: str, tmp_path: Pat
     ranks = "02" if start_method == "popen" else "0"  # spawned ranks give the result to the first process
     said = re.findall(r"rank \d has trained: (?:True|False)", finished.stdout)  # their lines may run into each other
     assert sorted(said) == [f"rank {rank} has trained: True" for rank in ranks]
-    assert not list(tmp_path.glob("pymp-*"))
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

@@ -133,10 +133,10 @@ def test_a_slow_callback_is_named() -> None:
 
 
 def test_a_line_that_reads_values_is_named() -> None:
-    reading = ranks(reads=(ReadValues("train.py:7", 1000, 0.02), ReadValues("train.py:9", 1, 0.001)))
+    reading = ranks(reads=(ReadValues("train.py(7): f", 1000, 0.02), ReadValues("train.py(9): g", 1, 0.001)))
     [finding] = diagnose(reading)
     assert (finding.kind, finding.saving_s) == ("synchronising calls", pytest.approx(0.02))
-    assert "train.py:7 reads 1000 values" in finding.evidence
+    assert "train.py(7): f reads 1000 values" in finding.evidence
 
 
 def test_what_does_not_grow_with_the_batch() -> None:

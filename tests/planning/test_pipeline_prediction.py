@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, median_costs, plan
-from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCosts
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.scaling.links import Link
 
 BOUNDS = [(0, 1), (1, 2)]
 
@@ -18,7 +19,7 @@ def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] 
     costs = StageCosts(
         parts,
         [0] * (len(parts) - 2),
-        LinkCost(0.0, 0.0),
+        Link(0.0, 0.0),
         schedule=schedule,
         num_ranks=2,
         stages_per_rank=len(bounds) // 2,

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
-from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCosts
+from lightning_multigpu.planning.scaling.links import Link
 
 
 def costs(parts: list[PartCost], layers: list[int] | None = None, **options: Any) -> StageCosts:
     given = {"schedule": "gpipe", "num_ranks": 2, "stages_per_rank": 1, "num_micro_batches": 4, **options}
-    link = given.pop("link", LinkCost(0.0, 0.0))
+    link = given.pop("link", Link(0.0, 0.0))
     return StageCosts(parts, layers or [0] * (len(parts) - 2), link, **given)
 
 
@@ -43,7 +44,7 @@ def test_a_slow_link_moves_the_cut_to_a_small_output() -> None:
     parts = [PartCost(0.0, 1.0, size) for size in (0, 900, 900, 900, 1, 900, 900)]
     parts = [PartCost(), *parts[1:], PartCost()]
     assert costs(parts).bounds("time") == [(0, 3), (3, 6)]
-    slow = costs(parts, link=LinkCost(0.0, 0.01))
+    slow = costs(parts, link=Link(0.0, 0.01))
     assert slow.bounds("time") == [(0, 4), (4, 6)]
     assert slow.time_s(0, 0, 4) == pytest.approx(4 + 0.01)
     assert slow.time_s(1, 4, 6) == pytest.approx(2 + 0.01)

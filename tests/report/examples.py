@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from lightning_multigpu.callbacks.monitor import KEYS
-from lightning_multigpu.report.document import NamedStrategy, RankRecord, RunFacts, build
+from lightning_multigpu.report.document import NamedStrategy, RankRecord, RunDocument, RunFacts, build, encoded
 from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.report.statistics import Statistics
 
@@ -32,9 +33,14 @@ def record(rank: int, *, node: int = 0, host: str = "alpha", steps: int = 10, **
     return RankRecord(rank=rank, node=node, host=host, steps=steps, metrics=named)
 
 
+def document_of(*records: RankRecord, strategy: str = "ring_ddp", options: Any = None, **more: Any) -> RunDocument:
+    named = NamedStrategy(name=strategy, options=options or {})
+    return build(records, FACTS, strategy=named, versions={"torch": "2.13.0"}, aggregations=KEYS, **more)
+
+
 def report_of(*records: RankRecord, **options: Any) -> dict[str, Any]:
-    strategy = NamedStrategy(name="ring_ddp", options=options)
-    found: dict[str, Any] = as_json(
-        build(records, FACTS, strategy=strategy, versions={"torch": "2.13.0"}, aggregations=KEYS)
-    )
-    return found
+    """As JSON, and back again."""
+    found = document_of(*records, options=options)
+    written: dict[str, Any] = json.loads(encoded(as_json(found)))
+    assert from_json(RunDocument, written) == found
+    return written

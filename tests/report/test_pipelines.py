@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
-from dataclasses import asdict
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
@@ -16,77 +15,67 @@ from lightning_multigpu.planning.pipelines.timeline import (
     StepTimeline,
     theoretical,
 )
-from lightning_multigpu.report.profile import profile_text
-from lightning_multigpu.report.profile.pipelines import timed_pipelines
-from lightning_multigpu.report.profile.profile_document import MeasuredRank
-from lightning_multigpu.report.schema import from_json
-from tests.report.profiles import built, loaded, told
+from lightning_multigpu.planning.strategy_options import StrategyOptions
+from lightning_multigpu.report.document import ProfiledRank, RunDocument, build_profile
+from lightning_multigpu.report.pipelines import timed_pipelines
+from lightning_multigpu.report.text import text
+from tests.report.examples import document_of, record
+from tests.report.profiles import figures
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def ranks(
     *, schedule: str = "gpipe", num_ranks: int = 2, stages_per_rank: int = 1, count: int = 3, pipelines: int = 1
-) -> list[dict[str, Any]]:
+) -> list[StageRecord]:
     """Ranks that do what theory says, a second a forward pass; the world's last ones have the first stages."""
     timelines = theoretical(schedule, num_ranks, stages_per_rank, count)
-    found = []
-    for rank in range(pipelines * num_ranks):
-        position = num_ranks - 1 - rank % num_ranks
-        stages = StageRecord(
+    return [
+        StageRecord(
             pipeline=rank // num_ranks,
-            position=position,
+            position=num_ranks - 1 - rank % num_ranks,
             num_ranks=num_ranks,
             stages_per_rank=stages_per_rank,
             schedule=schedule,
-            steps=(StepTimeline(4, count, timelines[position]),),
+            steps=(StepTimeline(4, count, timelines[num_ranks - 1 - rank % num_ranks]),),
             memory=StageMemory(1_000_000, 20, 3000, 40_000),
             predicted=HeldBytes(1_500_000, 30, 2000),
         )
-        found.append({**told(rank), "stages": asdict(stages)})
-    return found
+        for rank in range(pipelines * num_ranks)
+    ]
 
 
-def slower() -> list[dict[str, Any]]:
+def slower() -> list[StageRecord]:
     """The last backward pass of the first stage takes 2 s more than it should."""
-    found = ranks()
-    found[1]["stages"]["steps"][0]["timeline"][-1]["end_s"] += 2
-    return found
+    last, first = ranks()
+    [step] = first.steps
+    *before, longest = step.timeline
+    timeline = (*before, replace(longest, end_s=longest.end_s + 2))
+    return [last, replace(first, steps=(replace(step, timeline=timeline),))]
 
 
-def picture_of(measured: list[dict[str, Any]]) -> str:
-    return timed_pipelines([from_json(MeasuredRank, rank) for rank in measured])[0].picture()
+def report(stages: list[StageRecord]) -> RunDocument:
+    told = [ProfiledRank(figures=figures(rank), stages=each) for rank, each in enumerate(stages)]
+    profile = build_profile(told, None, StrategyOptions())
+    return document_of(*(record(rank) for rank in range(len(stages))), profile=profile)
 
 
-def test_ranks_come_by_position_with_what_they_did() -> None:
-    [pipeline] = built(ranks(), "gpipe")["pipelines"]
-    first, last = pipeline.pop("ranks")
-    assert pipeline == {
-        "schedule": "gpipe", "num_micro_batches": 3, "wall_s": 12.0, "bubble": 0.25, "theoretical_bubble": 0.25
-    }  # fmt: skip
-    seconds = {"forward": 3.0, "backward": 6.0, "weight": 0.0, "send": 0.0, "receive": 0.0, "idle": 3.0}
-    assert first == {"rank": 1, "seconds": seconds, "bubble": 0.25}
-    assert last["rank"] == 0
+def picture_of(stages: list[StageRecord]) -> str:
+    return timed_pipelines([(rank, 0, each) for rank, each in enumerate(stages)])[0].picture()
 
 
 def test_without_a_step_that_was_timed_there_is_no_section() -> None:
-    measured = ranks()
-    for rank in measured:
-        rank["stages"]["steps"] = []
-    for found in (built(measured, "gpipe"), built([told(0)], "single_device")):
-        assert "pipelines" not in found
-        assert "A step of gpipe" not in profile_text.text(loaded(found))
+    assert "A step of gpipe" not in text(report([replace(each, steps=()) for each in ranks()]))
 
 
-def rows(text: str, title: str) -> list[list[str]]:
+def rows(shown: str, title: str) -> list[list[str]]:
     """The cells of the table under a title, its head included, and the note below."""
-    section = text[text.index(title) :].partition("\n\n")[0]
+    section = shown[shown.index(title) :].partition("\n\n")[0]
     return [re.split("  +", line) for line in section.splitlines()[1:]]
 
 
 def test_the_table_has_a_row_for_each_rank() -> None:
-    text = profile_text.text(loaded(built(slower(), "gpipe")))
-    assert rows(text, "A step of gpipe with 3 micro-batches, in ms") == [
+    assert rows(text(report(slower())), "A step of gpipe with 3 micro-batches, in ms") == [
         ["rank", "forward", "backward", "idle", "bubble"],
         ["1", "3,000", "8,000", "3,000", "21.4 %"],
         ["0", "3,000", "6,000", "5,000", "35.7 %"],
@@ -96,11 +85,9 @@ def test_the_table_has_a_row_for_each_rank() -> None:
 
 
 def test_weights_apart_have_a_column_and_pipelines_side_by_side_a_number() -> None:
-    found = built(ranks(schedule="zero_bubble", stages_per_rank=2, count=4, pipelines=2), "zero_bubble")
-    assert [[rank["rank"] for rank in pipeline["ranks"]] for pipeline in found["pipelines"]] == [[1, 0], [3, 2]]
-    text = profile_text.text(loaded(found))
+    shown = text(report(ranks(schedule="zero_bubble", stages_per_rank=2, count=4, pipelines=2)))
     for pipeline, first in enumerate("13"):
-        head, row, *_ = rows(text, f"A step of zero_bubble in pipeline {pipeline} with 4 micro-batches, in ms")
+        head, row, *_ = rows(shown, f"A step of zero_bubble in pipeline {pipeline} with 4 micro-batches, in ms")
         assert "weight" in head
         assert row[0] == first
 

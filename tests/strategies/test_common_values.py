@@ -42,6 +42,16 @@ class ChangesItsLearningRate(Classifier):
         self.optimizers().param_groups[0]["lr"] = float(outputs["loss"])  # type: ignore[union-attr]
 
 
+class HooksOfOneRank(Classifier):
+    """Reads gradients before a step, on rank 0 alone."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer: Any = super().configure_optimizers()
+        if self.global_rank == 0:
+            optimizer.register_step_pre_hook(lambda *_: None)
+        return optimizer
+
+
 class LooksUp(Classifier):
     """Has an embedding that shortens its rows when they are looked up."""
 
@@ -111,6 +121,12 @@ def test_learning_rates_that_differ_are_an_error(name: str, world2: World) -> No
 def test_learning_rates_that_differ_within_an_epoch(world2: World) -> None:
     words = LR + r".* on rank 0; .* on rank 1"
     world2.run_raising(RuntimeError, words, trained_weights, ChangesItsLearningRate, "ring_ddp", 2, CASE)
+
+
+@pytest.mark.parametrize("name", ["cpu_ps", "sync_ps"])
+def test_hooks_of_one_rank_for_which_others_would_average_gradients(name: str, world2: World) -> None:
+    words = r"hooks before a step of SGD: 1 on rank 0; 0 on rank 1"
+    world2.run_raising(RuntimeError, words, trained_weights, HooksOfOneRank, name, 2, CASE)
 
 
 @pytest.mark.parametrize(("kind", "parameter"), [(ShortensRows, "rows"), (MovesCentres, "centre")])

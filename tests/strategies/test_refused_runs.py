@@ -68,8 +68,8 @@ def fit_with_own_batches(name: str) -> None:
     fit_module(Classifier(), name, 2, Case(), loader)
 
 
-def predict_few(name: str) -> Any:
-    return make_trainer(Case(), make_strategy(name), 2).predict(Classifier(), eval_loader(1))
+def predict_few(name: str, loader: DataLoader[Any]) -> Any:
+    return make_trainer(Case(), make_strategy(name), 2).predict(Classifier(), loader)
 
 
 def test_a_batch_sampler_with_a_further_argument(world2: World) -> None:
@@ -79,10 +79,12 @@ def test_a_batch_sampler_with_a_further_argument(world2: World) -> None:
 
 
 def test_fewer_samples_to_predict_than_ranks(world2: World) -> None:
-    """A bare AssertionError of Lightning's sampler."""
-    words = "predict: 1 samples are fewer than 2 data ranks, .* predict on devices=1 or fewer"
-    world2.run_raising(ValueError, words, predict_few, "ring_ddp")
-    assert len(world2.run(predict_few, "gpipe")[0]) == 1, "both ranks have the same batch"
+    """A bare AssertionError of Lightning's sampler, later still of one whole batch of several samples."""
+    words = "predict: 1 samples, or whole batches, are fewer than 2 data ranks, .* predict on devices=1 or fewer"
+    whole = BatchSampler(SequentialSampler(range(4)), 4, drop_last=False)  # type: ignore[arg-type]
+    for loader in (eval_loader(1), DataLoader(dataset(4), batch_size=None, sampler=whole)):
+        world2.run_raising(ValueError, words, predict_few, "ring_ddp", loader)
+    assert len(world2.run(predict_few, "gpipe", eval_loader(1))[0]) == 1, "both ranks have the same batch"
 
 
 class OwnIterator(Classifier):

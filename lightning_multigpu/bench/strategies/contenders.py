@@ -6,13 +6,14 @@ import re
 from argparse import ArgumentError
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pydoc import ErrorDuringImport, locate
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu.commands.class_settings import arguments_of, class_parser, explained, find_class
 
 NO_COMMUNICATION = "no communication"
 
@@ -49,31 +50,29 @@ def contender(text: str) -> Contender:
     name, _, rest = text.partition(":")
     cls, options = _registered_or_class(name.strip())
     given = _options(text, rest)
-    known = arguments_of(cls)
-    for option in given:
-        if option not in known:
-            raise ValueError(f"{text}: {cls.__name__} has no option {option!r}. {did_you_mean(option, known)}".rstrip())
-    try:
-        class_parser(cls).parse_object(given)
-    except ArgumentError as error:
-        raise ValueError(f"{text}: {explained(error.message)}") from error
     found = Contender(text, cls, {**options, **given})
     if found.options.get("start_method", "popen") != "popen":
         raise ValueError(
             f"{text} starts its processes in another way, and the bench starts them all itself, which changes nothing "
             "about a step; pass the strategy's name without that ending"
         )
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(cls, fail_untyped=False)
     try:
         found.make()
-    except (ValueError, TypeError, ImportError) as error:
+        parser.parse_object(given)  # torch's DDP gets further options only when a rank trains
+    except (ValueError, TypeError, ImportError, ArgumentError) as error:
         raise ValueError(f"{text}: {error}") from error
     return found
 
 
 def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
     if "." in name:
-        cls = find_class(name)
-        if not issubclass(cls, Strategy):
+        try:
+            cls = locate(name)
+        except ErrorDuringImport as error:
+            raise ValueError(f"{name}: importing it failed with {error.value!r}") from error
+        if not (isinstance(cls, type) and issubclass(cls, Strategy)):
             raise ValueError(f"{name} is no Strategy of Lightning; pass a class that is, or a strategy's name")
         return cls, {}
     if name.lower() == "auto":
@@ -83,7 +82,7 @@ def _registered_or_class(name: str) -> tuple[type[Strategy], dict[str, Any]]:
         hint = did_you_mean(name, known) or f"Known: {', '.join(known)}"
         raise ValueError(f"strategy={name!r}: there is no such strategy. {hint}")
     entry = StrategyRegistry[name.lower()]
-    return entry["strategy"], dict(entry["init_params"])
+    return getattr(entry["strategy"], "strategy", entry["strategy"]), dict(entry["init_params"])  # ours are rows
 
 
 def _options(text: str, rest: str) -> dict[str, Any]:

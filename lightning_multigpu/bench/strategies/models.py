@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_multigpu.commands.class_settings import find_class
-
 T = TypeVar("T")
 
 
@@ -144,8 +142,6 @@ def made(base: type[T], settings: Any, where: str) -> T:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(base, "it", fail_untyped=False)
     try:
-        if isinstance(settings, str):
-            find_class(settings)
         found: T = parser.instantiate(parser.parse_object({"it": settings})).it
     except Exception as error:  # of the user's class, or of the parser
         shown = settings if isinstance(settings, str) else settings.get("class_path")

@@ -2,45 +2,39 @@
 
 ::
 
-    wait | warmup, active: recorded | reads of values | activations | operators
+    wait | warmup, active: recorded | activations | operators | operators with stacks: reads of values
 """
 
 from __future__ import annotations
 
 import math
 import socket
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
+from lightning.pytorch.utilities import rank_zero_warn
+from torch.profiler import profile
 from typing_extensions import override
 
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.callbacks.probes import host_memory
-from lightning_multigpu.callbacks.profile.operator_trace import OperatorTrace
-from lightning_multigpu.callbacks.profile.value_reads import ValueReads
-from lightning_multigpu.callbacks.run_report import memory_of
+from lightning_multigpu.callbacks.profile.operator_trace import launches_of, operators_of, reads_of, traced
+from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
+from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
+from lightning_multigpu.planning.rank_figures import LaunchQueue, MemoryUse, OperatorTime, RankFigures, ReadValues
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.report.profile.profile_document import (
-    LineReads,
-    MeasuredRank,
-    OperatorTime,
-    PhaseInterval,
-    ProfiledStep,
-    ProfiledTransfer,
-)
-from lightning_multigpu.report.profile.profile_of_ranks import medians
-from lightning_multigpu.report.schema import as_json
+from lightning_multigpu.report.document import HeldMemory, ProfiledRank
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _CALLBACKS = 8
@@ -78,12 +72,21 @@ class ProfiledWindow:
     """The profiled steps of this rank; arguments are as those of :class:`.ProfilerReport`.
 
     Attributes:
+        activations_bytes: the most that autograd kept for backward; None if it was not counted.
         batches: of the step that runs, which its callback counts.
         interrupted: whether a validation or the end of an epoch was in it.
     """
 
     def __init__(
-        self, trainer: Trainer, wait: int, warmup: int, active: int, *, operators: bool | None, activations: bool
+        self,
+        trainer: Trainer,
+        wait: int,
+        warmup: int,
+        active: int,
+        *,
+        operators: bool | None,
+        activations: bool,
+        trace: Path | None,
     ) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
@@ -97,16 +100,18 @@ class ProfiledWindow:
         self._exposed: list[tuple[float, float]] = []
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
-        self._reads: ValueReads | None = None
         self._activations = activations
-        self._memory: dict[str, int | None] = {}
         self._limit: tuple[str, int] | None = None
         on_gpu = trainer.strategy.root_device.type == "cuda"
         # A second torch.profiler would empty the first.
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
         self._records_operators = (on_gpu if operators is None else operators) and not beside
-        self._operators = OperatorTrace(self.now)
+        self._operators: list[OperatorTime] = []
+        self._reads: list[ReadValues] = []
+        self._launches: LaunchQueue | None = None
+        self._trace = trace
         self._stages: StageRecord | None = None
+        self.activations_bytes: int | None = None
         self.batches = 0
         self.interrupted = False
         self._course = self._steps(trainer, wait, warmup, active)
@@ -122,7 +127,7 @@ class ProfiledWindow:
         if self._meter is not None:
             self._meter.flush()
         self.stop()
-        if not self._memory and self._counted:
+        if self._limit is None and self._counted:
             self._complete(trainer)
 
     def stop(self) -> None:
@@ -147,62 +152,73 @@ class ProfiledWindow:
                 else:
                     self._counted.append((begin_s, start_s, self.batches))
         self._complete(trainer)
-        self.interrupted = True
-        while self.interrupted:  # it counted a validation as well
-            reads = ValueReads()
-            with reads.watched():
-                yield
-        self._reads = reads
         if self._activations:
             module = trainer.lightning_module
             saved = SavedActivations([*module.parameters(), *module.buffers()])
             with saved.counted():
                 yield
-            self._memory["activations_bytes"] = saved.peak_bytes
+            self.activations_bytes = saved.peak_bytes
         if self._records_operators:
-            self._operators.start()
-            try:
+            with traced(self._write, with_stack=False):
                 yield
-            finally:
-                self._operators.stop()
+            # Stacks make the host slower, so that it would not be ahead of its GPU.
+            with traced(lambda recorded: self._reads.extend(reads_of(recorded)), with_stack=True):
+                yield
 
-    def told(self) -> dict[str, Any]:
-        """A :class:`.MeasuredRank` as JSON, on its own clock, with the events of operators beside it."""
+    def _write(self, recorded: profile) -> None:
+        """Keeps the operators of a step, and writes its trace."""
+        self._operators = operators_of(recorded)
+        with tempfile.TemporaryDirectory() as directory:
+            path = self._trace or Path(directory) / "trace.json.gz"
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                recorded.export_chrome_trace(str(path))
+                self._launches = launches_of(path)
+            except (OSError, ValueError) as error:  # training goes on: no room, or half a file
+                rank_zero_warn(f"the trace of a step was not written: {error}")
+                self._trace = None
+
+    def told(self, held: HeldMemory | None, peak_bytes: float | None) -> ProfiledRank:
+        """This rank's part of the profile.
+
+        ``held`` is its memory, and ``peak_bytes`` the most that all processes together had in use.
+        """
         spans = [] if self._recorder is None else self._recorder.spans
-        hooks = [_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]
-        measured = MeasuredRank(
+        steps = [self._step(spans, *counted) for counted in self._counted]
+        memory, kinds = None, {} if held is None else held.kinds_bytes
+        of_device = kinds.pop("device_peak", None)  # torch's on a GPU that nobody else could tell of
+        peak_bytes = of_device if peak_bytes is None else peak_bytes
+        if self._limit is not None and peak_bytes is not None:
+            memory = MemoryUse(self._limit[0], peak_bytes, self._limit[1], kinds)
+        figures = RankFigures(
             rank=self._rank,
-            node=self._node,
             host=socket.gethostname(),
+            node=self._node,
+            callbacks_s=medians([_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]),
+            is_metered=self._meter is not None,
+            data_workers=self._workers,
             threads=torch.get_num_threads(),
             cores=usable_cores(),
-            data_workers=self._workers,
-            clock_offset_s=self.now() - time.time(),
-            callbacks_s=medians(hooks),
-            operators=[OperatorTime(*each) for each in self._operators.most],
-            reads=[] if self._reads is None else [LineReads(*each) for each in self._reads.most()],
-            steps=[self._step(spans, *counted) for counted in self._counted],
-            stages=self._stages,
-            is_metered=self._meter is not None,
-            memory=self._memory or None,
-            limit=self._limit,
-            launches=self._operators.launches,
+            memory=memory,
+            operators=self._operators,
+            launches=self._launches,
+            trace=str(self._trace) if self._operators and self._trace else None,
+            reads=self._reads,
+            **(figures_of(steps) if steps else {"steps": 0, "phases_s": {}}),
         )
-        return {**as_json(measured), "events": self._operators.events}
+        return ProfiledRank(figures=figures, stages=self._stages)
 
     def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
         within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
         transfers = [
-            ProfiledTransfer(
+            TimedTransfer(
                 *(t.operation, t.group, t.group_size, *t.interval()), t.size_bytes, t.sent_bytes, t.memory_bytes
             )
             for t in self._transfers
         ]
         return ProfiledStep(
-            start_s=start_s,
-            end_s=end_s,
             batches=batches,
-            parts=[PhaseInterval(p.name, p.start_s, p.end_s) for p in self._parts(within, start_s, end_s)],
+            parts=self._parts(within, start_s, end_s),
             transfers=[transfer for transfer in transfers if start_s <= transfer.start_s < end_s],
         )
 
@@ -263,20 +279,14 @@ class ProfiledWindow:
                     logger.log_metrics = before  # type: ignore[method-assign]
 
     def _complete(self, trainer: Trainer) -> None:
-        """The steps are recorded: takes the newest record of stages, and the memory."""
+        """The steps are recorded: takes the newest record of stages, and the limit of the memory."""
         strategy, device = trainer.strategy, trainer.strategy.root_device
         if isinstance(strategy, MultiGPUStrategy):
             self._stages = strategy.stage_record()
         if device.type == "cuda":
             self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
-        elif device.type == "cpu":
-            self._limit = host_memory()[::2]
-        memory = memory_of(trainer)
-        if memory is None:  # optimizer states are elsewhere
-            held = asdict(measured_bytes(trainer.lightning_module.parameters(), []))
-            self._memory = {kind: held[kind] for kind in ("parameters_bytes", "gradients_bytes")}
         else:
-            self._memory = asdict(memory)
+            self._limit = host_memory()[::2]
 
 
 def _profiler(trainer: Trainer) -> Profiler:

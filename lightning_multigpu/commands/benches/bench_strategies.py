@@ -51,9 +51,13 @@ from rich.progress import Progress
 
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.benches.bench_options import add_common_options, check_device, started, write_json
-from lightning_multigpu.commands.early_checks import check_strategy
-from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
-from lightning_multigpu.commands.settings import load
+from lightning_multigpu.commands.option_parser import (
+    OptionParser,
+    check_directories,
+    number,
+    settings_in,
+    strategies_of,
+)
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.report.schema import attributes
 
@@ -123,8 +127,6 @@ def _check_names(options: argparse.Namespace) -> None:
     """Checks what needs no import of the classes."""
     if options.config is not None and (options.model is not None or options.data is not None):
         raise UsageError("--config has a model and its data: leave --model and --data out, or it")
-    for strategy in options.strategies:
-        check_strategy(strategy.partition(":")[0])
     if options.model is not None and options.model not in MODEL_NAMES and "." not in options.model:
         raise UsageError(
             f"--model={options.model}: pass one of {', '.join(MODEL_NAMES)}, or the class of yours as package.Class"
@@ -136,7 +138,7 @@ def _subject(options: argparse.Namespace) -> Subject:
     of = "--"
     settings: Mapping[str, Any] = {"model": options.model or MODEL_NAMES[0], "data": options.data}
     if options.config is not None:
-        of, settings = f"--config={options.config}: ", load(options.config)
+        of, settings = f"--config={options.config}: ", settings_in(options.config)
         if "model" not in settings:
             raise UsageError(f"{of}it has no 'model'")
         if "optimizer" in settings:

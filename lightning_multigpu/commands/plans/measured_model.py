@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import product
 from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
-from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, SplitPart
 from lightning_multigpu.planning.scaling.step_model import PIPELINES
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.pipeline.pipeline_planner import PipelinePlanner, PlanError
+from lightning_multigpu.strategies.pipeline.pipeline_planner import PlanError, pipeline_plans
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError, lone_steps
 
-_FAILURES = (PlanError, PipelineError, RuntimeError)
 _ROUNDS = 5
 _SECONDS = 1.0
 """Of each round and number of ranks."""
@@ -139,42 +137,25 @@ def _part(size: int, ranks: Mapping[int, LoneRank]) -> SplitPart:
 def _pipelines(
     subject: PlannedModule, sizes: Sequence[int], names: Sequence[str], num_micro_batches: Sequence[int]
 ) -> tuple[list[PipelinePlan], dict[str, str]]:
-    """The plans of all sizes and schedules, and why names have none.
-
-    All are measured together, or one by one if that raises an error: a list of layers may be right for two stages, and
-    the finer one for four not.
-    """
+    """The plans of all sizes and schedules, and why names have none."""
     schedules = {name: PIPELINES[name] for name in names if name in PIPELINES} or {"pipeline_1f1b": "1f1b"}
     options = subject.pipeline_options or PipelineStrategy(schedule="1f1b").pipeline_options
-    numbers = sorted({1, *(4 * size for size in sizes), *num_micro_batches})
-
-    def plans(
-        schedules: Iterable[str], sizes: Sequence[int]
-    ) -> tuple[list[PipelinePlan], Mapping[tuple[str, int], str]]:
-        planner = PipelinePlanner(
-            [options.with_schedule(schedule) for schedule in dict.fromkeys(schedules)],  # type: ignore[arg-type]
+    try:
+        plans, refused = pipeline_plans(
+            [options.with_schedule(schedule) for schedule in dict.fromkeys(schedules.values())],
             sizes,
+            subject.module,
+            subject.datamodule,
+            {**subject.trainer_settings, "accumulate_grad_batches": 1},
             device=subject.device,
-            num_micro_batches=numbers,
+            num_micro_batches=sorted({1, *(4 * size for size in sizes), *num_micro_batches}),
             callbacks=subject.callbacks,
         )
-        settings = {**subject.trainer_settings, "accumulate_grad_batches": 1}
-        return planner.run(subject.module, subject.datamodule, settings), planner.refused
-
-    with suppress(*_FAILURES):
-        together, refused = plans(schedules.values(), sizes)
-        return together, {
-            f"{name} on {size} ranks": refused[schedule, size]
-            for name, schedule in schedules.items()
-            for size in sizes
-            if (schedule, size) in refused
-        }
-    found: list[PipelinePlan] = []
-    reasons: dict[str, str] = {}
-    for name, schedule in schedules.items():
-        for size in sizes:
-            try:
-                found += plans([schedule], [size])[0]
-            except _FAILURES as error:
-                reasons[f"{name} on {size} ranks"] = str(error)
-    return found, reasons
+    except (PlanError, RuntimeError) as error:
+        plans, refused = [], dict.fromkeys(product(schedules.values(), sizes), str(error))
+    return plans, {
+        f"{name} on {size} ranks": refused[schedule, size]
+        for name, schedule in schedules.items()
+        for size in sizes
+        if (schedule, size) in refused
+    }

@@ -7,17 +7,17 @@ of their meaning raises ``schema_version``; new keys do not. Times are in second
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from lightning_multigpu.commands.early_checks import check_strategy, checked_settings
-from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number, strategies_of
+from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number, strategies_of
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, seed
+from lightning_multigpu.registry import STRATEGIES
 
 _FORMATS = (".svg", ".png", ".pdf")
-_EXAMPLE = ["--preset", "--batch", "--nodes", "--devices", "--strategies", "--link-gbit", "--picture", "--json"]
-"""The further options with --example."""
+_EXAMPLE = ["--nodes", "--preset", "--batch", "--devices", "--strategies", "--link-gbit", "--picture", "--json"]
+"""The further options with --example; seed has the first one."""
 _DESCRIPTION = f"""\
 Predict step time, memory and scaling under every strategy, without training:
 
@@ -43,18 +43,30 @@ def run(name: str, arguments: Sequence[str]) -> int:
     options, rest = _parser(name).parse_known_args(arguments)
     flags = {f"--{option.replace('_', '-')}": value for option, value in vars(options).items()}
     given = [flag for flag, value in flags.items() if value is not None and flag != "--example"]
-    if options.example is not None and (wrong := [flag for flag in given if flag not in _EXAMPLE]):
-        raise UsageError(f"{wrong[0]} is no option with --example, which takes {', '.join(_EXAMPLE)}")
+    if (example := options.example) is not None:
+        allowed = _EXAMPLE[: 1 if example == "seed" else None]
+        if wrong := [flag for flag in given if flag not in allowed]:
+            raise UsageError(f"{wrong[0]} is no option with --example={example}, which takes {', '.join(allowed)}")
+        if rest:
+            raise UsageError(f"{rest[0]}: --example={example} takes no configuration and no options of fit")
+        if example == "seed":
+            print(*seed(options.nodes or [2, 4, 8]), sep="\n")
+            return 0
+        options.example = names_of("example", [example], ["seed", *MODELS])[0]
+        if options.preset is None:
+            raise UsageError(f"--example={example}: name a machine by --preset: {', '.join(MACHINES)}")
+    if options.preset is not None:
+        options.preset = names_of("preset", [options.preset], MACHINES)[0]
     check_directories(options, "json", "picture", "write")
     if options.picture is not None:
         _check_picture(options.picture)
-    options.strategies = options.strategies and strategies_of(options.strategies)
-    for strategy in options.strategies or ():
-        check_strategy(strategy.partition(":")[0])
-    checked_settings("fit", rest, also=[flag.removeprefix("--") for flag in flags])
-    module = "scaling_cli" if options.example is None else "example_cli"
-    status: int = import_module(f"lightning_multigpu.commands.plans.{module}").run(rest, options)
-    return status
+    if options.strategies is not None:
+        options.strategies = strategies_of(options.strategies)
+        names = [each.partition(":")[0] for each in options.strategies]
+        names_of("strategies", names, [row.name for row in STRATEGIES])
+    from lightning_multigpu.commands.plans import scaling_cli
+
+    return scaling_cli.run(rest, options)
 
 
 def _check_picture(path: Path) -> None:

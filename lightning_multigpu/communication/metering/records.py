@@ -79,7 +79,7 @@ class Transfer(Wait):
             return True
         if self.note is not None and not self.is_reached and self.clock.passed(self.start):
             self.is_reached = True
-            self.note.awaited(by_device=True)
+            self.note.awaited()
         return False
 
     def awaited(self) -> None:

@@ -12,6 +12,7 @@ sample more than others, and gradients are weighted by samples::
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice, pairwise
@@ -119,6 +120,8 @@ class ShardedBatchSampler(CountedBatchSampler):
         order = _drawn(self.sampler, self.sampler)
         for batch_start, start, stop in self._shares()[skip:]:
             self.counts.append(stop - start)
+            if start == stop and self.even:
+                _warn_of_a_repeat(self.num_replicas)
             yield order[start:stop] or [order[batch_start]]
 
     def _shares(self) -> list[tuple[int, int, int]]:
@@ -170,8 +173,10 @@ class DealtBatches(CountedBatchSampler):
         drawn = _drawn(self.batches, self._order)
         for first in range(skip * self.num_replicas, len(drawn), self.num_replicas):
             batch, size = self._part(drawn[first : first + self.num_replicas])
-            if size == 0 and self.even and first > 0:
-                return
+            if size == 0 and self.even:
+                if first > 0:
+                    return
+                _warn_of_a_repeat(self.num_replicas)
             self.counts.append(size)
             yield batch
 
@@ -316,6 +321,14 @@ def _of_all_ranks(loader: DataLoader[Any], num_replicas: int, rank: int) -> tupl
     return copied, order
 
 
+def _warn_of_a_repeat(num_replicas: int) -> None:
+    warnings.warn(
+        f"{num_replicas} data ranks evaluate fewer samples, or fewer items that are not divided, than they are: each "
+        "needs one, so the first is seen, and counted, more than once; evaluate on fewer devices",
+        stacklevel=2,
+    )
+
+
 def _leaves_out(limit: float, num_batches: int) -> bool:
     """Whether a limit, a number of batches or a share of them, leaves out the last of ``num_batches``."""
     return limit < (num_batches if isinstance(limit, int) else 1.0)
@@ -325,13 +338,13 @@ def _drawn(items: Iterable[Any], order: Any) -> list[Any]:
     """The indices or batches of an epoch, the same on every rank.
 
     A sampler of the user's may draw from the global generators, which ranks leave in different states: each epoch has
-    a seed of its own there, as Lightning's sampler has one.
+    a seed of its own there, as Lightning's sampler has one. What never ends is drawn up to its length.
     """
     seed = getattr(order, "seed", 0) + getattr(order, "epoch", 0)
     host = torch.device("cpu")  # to seed the GPUs too would do it alike on all ranks
     with preserved_random_state(host):
         set_random_state(seed, host)
-        return list(items)
+        return list(islice(items, len(items) if isinstance(items, Sized) else None))
 
 
 def _whole(sampler: DistributedSampler[Any]) -> DistributedSampler[Any]:

@@ -14,6 +14,7 @@ from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.digest import disagreement, fingerprint, value_text
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import marks_of
+from lightning_multigpu.placement.owned_part import hooks_before
 
 _ABSENT, _AS_AVERAGED = -1, -2
 _ALWAYS, _EVERY = 10, 20
@@ -62,23 +63,26 @@ class CommonValues:
 
     The table has the values of the optimizers' groups, such as learning rates, to nine digits, and checksums of
     parameters that the user's code has changed outside of the optimizers' steps, as their versions and addresses tell.
-    Parameters are read at the first ten batches and at every twentieth.
+    Parameters are read at the first ten batches and at every twentieth. With ``counts_hooks`` it has the number of
+    hooks before a step as well, where ranks average gradients for them.
     """
 
     def __init__(self) -> None:
         self._optimizers: Sequence[Optimizer] = ()
         self._parameters: Mapping[str, Tensor] = {}
         self._marks: list[tuple[int, int]] = []
-        self._batches = 0
+        self._batches, self._counts_hooks = 0, False
         self._changed: dict[str, str] = {}
         self._values: list[dict[str, Any]] | None = None
         self._of_groups: dict[str, str] = {}
         self._table: dict[str, str] = {}
         self._number = 0.0
 
-    def begin(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> None:
+    def begin(
+        self, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor], *, counts_hooks: bool = False
+    ) -> None:
         """Takes the optimizers of a fit, and the parameters that ranks hold in common."""
-        self._optimizers, self._batches = optimizers, 0
+        self._optimizers, self._batches, self._counts_hooks = optimizers, 0, counts_hooks
         self.watch(parameters)
 
     def watch(self, parameters: Mapping[str, Tensor]) -> None:
@@ -116,6 +120,10 @@ class CommonValues:
                 for name, value in group.items()
             }
         table, self._changed = {**self._of_groups, **self._changed}, {}
+        if self._counts_hooks:
+            for optimizer in self._optimizers:
+                number = sum(map(len, hooks_before(optimizer)))
+                table[f"hooks before a step of {type(optimizer).__name__}"] = str(number)
         if table != self._table:
             self._table, self._number = table, float(int(fingerprint(table)[:13], 16))  # 52 bits
         return self._number

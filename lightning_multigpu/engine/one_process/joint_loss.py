@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_multigpu.engine.activation_checkpointing import default_dtype, runs_in_checkpoint
+from lightning_multigpu.engine.activation_checkpointing import default_dtype
+from lightning_multigpu.engine.micro_batches import combined_loss
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.replaced_attributes import replaced
-
-_DRAWS_NOTHING_ON_CPUS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default  # runs without dropout only
 
 Gradients = Sequence[Tensor | None]
 
@@ -43,8 +40,7 @@ class JointLoss:
         weights: the weight of each loss in the sum. A loss of weight 0 is left out: it may be a mean over nothing.
         parameters: each replica's parameters, in one order; the first replica's are the module's.
         reducing: returns the block in which gradients are summed; called with their bytes.
-        has_drawn: the forward passes have drawn from torch's generator on the CPU. Backward restores it.
-        may_draw: False on CPUs where the forward passes have drawn random numbers; see :class:`_NoDraws`.
+        has_drawn: the forward passes have drawn from a generator that the replicas share. No layer may then run again.
     """
 
     losses: Sequence[Tensor]
@@ -53,17 +49,13 @@ class JointLoss:
     threads: ReplicaThreads
     reducing: Callable[[int], AbstractContextManager[object]]
     has_drawn: bool = False
-    may_draw: bool = True
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype, init=False)
     gradient: Tensor = field(init=False)
 
     def value(self) -> Tensor:
         """The joint loss, on the first device, with a gradient function if a replica's loss has one."""
         device = self.losses[0].device
-        counted = [
-            loss.detach().to(device) * weight for loss, weight in zip(self.losses, self.weights, strict=True) if weight
-        ]
-        total = sum(counted[1:], counted[0])
+        total = combined_loss([loss.detach().to(device) for loss in self.losses], self.weights)
         if not any(loss.requires_grad for loss in self.losses) or not self.parameters[0]:
             return total
         replicas = _Replicas.apply(self, *self.parameters[0])  # type: ignore[no-untyped-call]
@@ -71,23 +63,17 @@ class JointLoss:
         return joint
 
     def gradients(self) -> Gradients:
-        """The sum of all replicas' gradients for each parameter; None if no loss depends on it.
+        """The sum of all replicas' gradients for each parameter; None if no loss depends on it. It frees their graphs.
 
         Raises:
-            RuntimeError: backward has been here before.
+            RuntimeError: a layer runs again although the forward passes have drawn random numbers.
         """
-        if not self.losses:
-            raise RuntimeError(
-                "backward has come to the loss of a step twice, and under dp the first time uses up the graphs of the "
-                "replicas, also with retain_graph=True: call backward once, for the sum of the losses, or use "
-                "strategy='ring_ddp'"
-            )
         calls = [partial(self._gradients_of, number) for number in range(len(self.losses))]
         # Layers that run again need the default dtype of their forward pass: threads must not set it one by one.
-        generator = same_generator() if self.has_drawn else nullcontext()
-        with default_dtype(self.dtype), _without_hooks(self.parameters[0]), generator:
+        # torch.utils.checkpoint sets torch's generator before a layer runs again.
+        again = replaced(torch, set_rng_state=_refused if self.has_drawn else _ignored)
+        with default_dtype(self.dtype), _without_hooks(self.parameters[0]), again:
             found = self.threads.run(calls, "backward")
-        self.losses = ()  # their graphs are used up
         sizes = (gradient.nbytes for gradient in found[0] if gradient is not None and not gradient.is_sparse)
         with self.reducing(sum(sizes)):
             return summed(found, self.parameters[0])
@@ -97,8 +83,7 @@ class JointLoss:
         if not weight or not loss.requires_grad:
             return [None] * len(parameters)
         gradient = self.gradient.to(loss.device, non_blocking=True) * weight
-        with nullcontext() if self.may_draw else _NoDraws():  # type: ignore[no-untyped-call]
-            return torch.autograd.grad(loss, parameters, gradient.to(loss.dtype), allow_unused=True)
+        return torch.autograd.grad(loss, parameters, gradient.to(loss.dtype), allow_unused=True)
 
 
 class _Replicas(torch.autograd.Function):
@@ -147,55 +132,20 @@ def _without_hooks(parameters: Sequence[Tensor]) -> Iterator[None]:
             parameter._backward_hooks = hooks
 
 
-class _NoDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Around the backward pass of a replica on a CPU: refuses random numbers in layers that run again.
+def _ignored(state: Tensor) -> None:
+    """No replica has drawn, so ``torch.utils.checkpoint`` sets the state that torch's generator has.
 
-    Such a layer would draw other numbers than in its forward pass. ``torch.utils.checkpoint`` sets the generator to its
-    state at the beginning of that pass, but the threads of other replicas draw from the same generator.
-
-    Raises:
-        RuntimeError: at the first draw.
+    Two threads have been seen to wait for each other for ever, one reading the state and one setting it.
     """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if (
-            torch.Tag.nondeterministic_seeded in func.tags
-            and func is not _DRAWS_NOTHING_ON_CPUS
-            and kwargs.get("generator") is None
-            and runs_in_checkpoint()
-        ):
-            raise RuntimeError(
-                f"a layer that backward computes again draws random numbers ({func}): under dp on CPUs all replicas "
-                "draw from one generator, so that it would draw others than in its forward pass, and gradients would "
-                "be wrong. Leave the checkpoint around layers with dropout out, set dropout to 0, or use "
-                "strategy='ring_ddp'"
-            )
-        return func(*args, **kwargs)
 
-
-@contextmanager
-def same_generator() -> Iterator[None]:
-    """Restores torch's generator at the end of the block, within which threads read and set it one at a time.
-
-    In ``torch.utils.checkpoint`` several threads set and restore the generator, and may leave a state from before the
-    forward pass: the next step would then draw the same numbers again. Two threads have also been seen to wait for each
-    other for ever, one reading the state and one setting it.
-    """
-    state, turn = torch.get_rng_state(), threading.Lock()
-
-    def in_turn(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with turn:
-                return function(*args)
-
-        return call
-
-    try:
-        with replaced(torch, get_rng_state=in_turn(torch.get_rng_state), set_rng_state=in_turn(torch.set_rng_state)):
-            yield
-    finally:
-        torch.set_rng_state(state)
+def _refused(state: Tensor) -> None:
+    raise RuntimeError(
+        "a layer runs again in backward, as under torch.utils.checkpoint or activation_checkpointing, and the step "
+        "draws random numbers from a generator that all replicas of dp share (torch's of the CPU, Python's or "
+        "NumPy's): the layer could draw others than in its forward pass, and gradients would be wrong. Set dropout to "
+        "0, draw before the step, keep what the layers compute, or use strategy='ring_ddp'"
+    )
 
 
 def summed(gradients: Sequence[Gradients], parameters: Sequence[Tensor]) -> Gradients:

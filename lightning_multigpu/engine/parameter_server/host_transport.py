@@ -28,7 +28,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike, marks_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
-from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse, take_average
+from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
 from lightning_multigpu.placement.table import Layout, Piece, Split, elements, placed, split_of
@@ -109,21 +109,9 @@ class HostTransport:
                 if parameter.is_cuda:
                     self._copies.follow(parameter, flat.whole(gradients, number), lambda: self.pushes_early)
 
-    def average(self, num_changed: int) -> bool:
-        for flat in self._present(num_changed, averages=True):
-            with self._metered("push", flat):
-                self._push(flat)
-                self._ranks(flat.gradients, average=True)
-            with self._metered("pull", flat):
-                for number, parameter in enumerate(flat.parameters):
-                    piece = flat.layout.whole(number)
-                    average, rows = flat.gradients[piece.offset : piece.end], flat.rows.get(number)
-                    take_average(parameter, piece, average, flat.present[number], rows)
-        return True
-
     def step(self, update: Update) -> None:
         """Push gradients, update this rank's part, pull all weights."""
-        flats = self._present(update.num_changed, averages=False)
+        flats = self._present(update)
         for flat in flats:
             if update.is_whole:
                 self._take_own(flat)
@@ -147,18 +135,13 @@ class HostTransport:
                 for number, parameter in enumerate(flat.parameters):
                     parameter.copy_(flat.whole(flat.weights, number), non_blocking=True)
 
-    def _present(self, num_changed: int, *, averages: bool) -> list[_Flat]:
+    def _present(self, update: Update) -> list[_Flat]:
         """The flats that have a gradient on some rank; notes which of their parameters have one, and sparse rows."""
         kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
-        own = torch.tensor([averages, num_changed, num_changed**2])
+        num_changed, name = update.num_changed, type(self._optimizer).__name__
+        own = torch.tensor([num_changed, num_changed**2])
         counts = torch.cat([kinds == DENSE, kinds == SPARSE, own]).to(torch.int32)
-        *counted, num_averaging, all_changed, squares = self._ranks(counts).tolist()
-        name = type(self._optimizer).__name__
-        if num_averaging not in (0, self._ranks.world_size):
-            raise ValueError(
-                f"{num_averaging} of {self._ranks.world_size} ranks have hooks that read gradients before a step of "
-                f"{name}: register such hooks on all ranks"
-            )
+        *counted, all_changed, squares = self._ranks(counts).tolist()
         if all_changed**2 != self._ranks.world_size * squares:  # equal only if all ranks have changed as many
             raise ValueError(
                 f"this rank has changed {num_changed} states in optimizer.state of {name}, and all ranks together "

@@ -50,17 +50,17 @@ class Room:
             self.pair.isend(self.pushed, self.number).wait()
 
     def expect_pull(self) -> None:
-        """Begins to wait for weights or averages, before gradients are pushed: servers send nothing until they know.
+        """Begins to wait for weights, before gradients are pushed: servers send nothing until they know.
 
         On the connection the word for that would wait behind gradients.
         """
         self._expected = self.pair.irecv(self.pulled, self.number)
 
-    def await_pull(self, *, averages: bool) -> Tensor:
-        """Waits for weights, or averages; when they were used, :meth:`expect_pull` is called again."""
+    def await_pull(self) -> Tensor:
+        """Waits for weights; when they were used, :meth:`expect_pull` is called again."""
         with self.pair.failing():
             self._expected.wait()
-        return self.pushed if averages and self.pair.shares_memory else self.pulled
+        return self.pulled
 
     # The server's end
 
@@ -79,7 +79,7 @@ class Room:
             self.pair.bytes_in += self.pushed.nbytes
 
     def pull(self, tensor: Tensor) -> Any:
-        """Begins to send weights or averages, or tells that they are in memory; returns the transfer."""
+        """Begins to send weights, or tells that they are in memory; returns the transfer."""
         self.pair.bytes_out += tensor.nbytes
         return self.pair.isend(tensor, self.number)
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room, offered
-from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, common_kind, sparse
+from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, sparse
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
 from lightning_multigpu.placement.table import Piece, Split, from_0, placed
@@ -66,25 +66,23 @@ class Pushed:
 
 @dataclass(frozen=True)
 class Request:
-    """A worker's request at the end of its round: an update, or the averages of the gradients.
+    """A worker's request for an update, at the end of its round.
 
     Attributes:
         update: what is asked for. Where gradients are averages, worker 0 alone pushes them.
-        is_step: False for averages.
         pushed: the buckets that are pushed and pulled.
         values: of each group, from worker 0.
         weights: by bucket, weights that have changed on worker 0.
     """
 
     update: Update
-    is_step: bool
     pushed: dict[int, Pushed]
     values: list[dict[str, Any]]
     weights: dict[int, Tensor]
 
     def common(self) -> tuple[Any, ...]:
         """What all workers must ask for together."""
-        return self.is_step, self.update, [*self.pushed]
+        return self.update, [*self.pushed]
 
 
 @dataclass(eq=False)
@@ -102,7 +100,6 @@ class _Bucket:
     pieces: list[Parameter]
     rows: list[Piece]
     rooms: dict[int, Room] = field(default_factory=dict)
-    total: Tensor | None = None
     version: int = 0
     pulled: dict[int, int] = field(default_factory=dict)
 
@@ -254,8 +251,8 @@ class ServedShard:
 
     # Updates
 
-    def together(self, requests: Mapping[int, Request]) -> Any:
-        """Does what all synchronous workers ask for: returns the answer for them, when all have got what they need.
+    def together(self, requests: Mapping[int, Request]) -> None:
+        """Makes the update that all synchronous workers ask for; returns when all have got the weights.
 
         Gradients are summed in the order of workers, so that a run repeats bit for bit.
 
@@ -269,8 +266,6 @@ class ServedShard:
                 "gradients before a step, and change optimizer.state, on all workers"
             )
         givers = {0: first} if first.update.is_whole else requests
-        if not first.is_step:
-            return self._average(givers)
         self._take_values(first)
         self.replace(first.weights)
         sent = []
@@ -280,21 +275,6 @@ class ServedShard:
             self._update(gradients)
             sent += [room.pull(bucket.weights) for bucket in together for room in bucket.rooms.values()]
         self._await(0, sent)
-        return None
-
-    def _average(self, givers: Mapping[int, Request]) -> Any:
-        """Sends the averages of the gradients; returns the kind and the rows of each piece, by bucket."""
-        found, sent = {}, []
-        for number in givers[0].pushed:
-            bucket = self._buckets[number]
-            gradients = self._gradients(bucket, givers)
-            found[number] = [(kind, gradients.rows.get(index)) for index, kind in enumerate(gradients.kinds)]
-            for room in bucket.rooms.values():
-                if room.pair.shares_memory and room.pushed.data_ptr() != gradients.flat.data_ptr():
-                    room.pushed.copy_(gradients.flat)
-                sent.append(room.pull(gradients.flat))
-        self._await(0, sent)
-        return found
 
     def _await(self, worker: int, sent: Iterable[Any]) -> None:
         with self._pairs[worker].failing():
@@ -310,19 +290,16 @@ class ServedShard:
     def _gradients(self, bucket: _Bucket, givers: Mapping[int, Request]) -> _Gradients:
         """The average of what workers push of a bucket."""
         given = [request.pushed[bucket.number] for request in givers.values()]
-        kinds = [common_kind(of) for of in zip(*(pushed.kinds for pushed in given), strict=True)]
+        kinds = [max(of) for of in zip(*(pushed.kinds for pushed in given), strict=True)]
         rows: dict[int, Tensor] = {}
         for pushed in given:
             for index, found in pushed.rows.items():
                 rows[index] = found | rows.get(index, found)
         flats = [self._pushed(bucket, worker, request) for worker, request in givers.items()]
-        total = flats[0]
-        if len(flats) > 1:  # not in a worker's memory, which may push again before others have got the average
-            if bucket.total is None:
-                bucket.total = torch.empty_like(bucket.weights)
-            total = torch.add(*flats[:2], out=bucket.total)
-            for flat in flats[2:]:
-                total += flat
+        total = flats[0]  # in the first worker's memory: it pushes again when it has the new weights
+        for flat in flats[1:]:
+            total += flat
+        if len(flats) > 1:
             total /= len(flats)
         for worker in givers:
             bucket.rooms[worker].expect_push()

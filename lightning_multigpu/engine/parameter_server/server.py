@@ -180,8 +180,8 @@ class Server:
                 if kind == "place":
                     answers = {worker: self._answer(worker, *message) for worker, message in messages.items()}
                 else:
-                    answer = self._shards[arguments[0]].together({w: message[2] for w, message in messages.items()})
-                    answers = dict.fromkeys(messages, answer)
+                    self._shards[arguments[0]].together({w: message[2] for w, message in messages.items()})
+                    answers = dict.fromkeys(messages)
                 for worker, answer in answers.items():
                     self._pairs[worker].send(answer)
         except (PairEndedError, UpdateError) as error:

@@ -35,7 +35,7 @@ from lightning_multigpu.engine.parameter_server.pair import Reply
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, Pushed, Request
 from lightning_multigpu.engine.parameter_server.servers import Servers
-from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of, take_average
+from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
 from lightning_multigpu.placement.table import (
     Piece,
@@ -150,12 +150,6 @@ class ServerTransport:
         """The servers that have a part."""
         return sorted({part.server for part in self._parts()})
 
-    def average(self, num_changed: int) -> bool:
-        if not self._servers.job.is_synchronous:  # a worker's gradients are its own
-            return False
-        self._ask(Update(num_changed=num_changed), is_step=False)
-        return True
-
     def step(self, update: Update) -> None:
         """Push gradients, have the servers step, pull all weights."""
         if update.options:
@@ -166,7 +160,7 @@ class ServerTransport:
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
-        answers = self._ask(update, is_step=True, changed=changed)
+        answers = self._ask(update, changed)
         self._sums.update(_sums_of(changed))
         if not self._servers.job.is_synchronous:
             self.version = max([self.version, *[version for version, _ in answers]])
@@ -400,8 +394,8 @@ class ServerTransport:
 
     # Ask, and pull
 
-    def _ask(self, update: Update, *, is_step: bool, changed: Sequence[_Part] = ()) -> list[Any]:
-        """Pushes gradients, asks all servers for the same, and takes what they send; their answers."""
+    def _ask(self, update: Update, changed: Sequence[_Part]) -> list[Any]:
+        """Pushes gradients, asks all servers for the update, and takes their weights; their answers."""
         # Buckets of frozen parameters are neither pushed nor pulled.
         active = [b for b in self._buckets if any(p.requires_grad or p.grad is not None for p in b.parameters)]
         servers, parts = self._servers, [part for bucket in active for part in bucket.parts]
@@ -419,10 +413,10 @@ class ServerTransport:
             for server in self._asked:
                 if norms and (servers.worker == 0 or not servers.job.is_synchronous):
                     squares[server] = servers.pairs[server].expect()
-                values = [_values(g) for g in self._optimizer.param_groups] if is_step and servers.worker == 0 else []
+                values = [_values(g) for g in self._optimizer.param_groups] if servers.worker == 0 else []
                 pushed = {part.bucket: _pushed(bucket, part)
                           for bucket in active for part in bucket.parts if part.server == server}  # fmt: skip
-                request = Request(update, is_step, pushed, values, _weights_for(server, changed))
+                request = Request(update, pushed, values, _weights_for(server, changed))
                 answers[server] = servers.ask(server, "ask", self._number, request)
             for server, future in self._pushing:
                 with answers[server].arriving():
@@ -430,29 +424,20 @@ class ServerTransport:
             total = sum(answer.get() for answer in squares.values())
             for server in squares:
                 servers.pairs[server].send(total)
-            if is_step:
-                self._take_weights(parts, answers)
-            averages = [] if is_step else [self._arrived(part, answers, averages=True) for part in parts]
-            found = {server: answer.get() for server, answer in answers.items()}
-            for part, average in zip(parts, averages, strict=False):
-                for (parameter, piece), (kind, rows) in zip(part.pieces, found[part.server][part.bucket], strict=True):
-                    take_average(parameter, piece, average[piece.offset : piece.end], kind, rows)
-                part.room.expect_pull()
+            self._take_weights(parts, answers)
+            found = [answer.get() for answer in answers.values()]
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
         for bucket in active:
             bucket.pushed, bucket.num_pushes = None, 0
             bucket.ready.clear()
-        return [*found.values()]
-
-    def _arrived(self, part: _Part, answers: Mapping[int, Reply], *, averages: bool) -> Tensor:
-        with answers[part.server].arriving():
-            return part.room.await_pull(averages=averages)
+        return found
 
     def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Reply]) -> None:
         """Waits for weights, and takes them as they come."""
         for part in parts:
-            weights = self._arrived(part, answers, averages=False)
+            with answers[part.server].arriving():
+                weights = part.room.await_pull()
             for parameter, piece in part.pieces:
                 fill(parameter, piece, weights[piece.offset : piece.end])
             part.room.expect_pull()

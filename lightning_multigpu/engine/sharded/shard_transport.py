@@ -137,10 +137,6 @@ class ShardTransport:
             self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one
         self.part.take_states({key: state for key, state in given.items() if not isinstance(key, Tensor)})
 
-    def average(self, num_changed: int) -> bool:
-        """Does nothing: backward has averaged the gradients of this rank's parameters."""
-        return True
-
     def step(self, update: Update) -> None:
         """Updates this rank's parameters, and broadcasts their values."""
         part = self.part

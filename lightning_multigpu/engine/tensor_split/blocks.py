@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import Module, Parameter
 
+from lightning_multigpu._torch_compat import is_transformed
 from lightning_multigpu.engine.tensor_split.attention import SplitMultiheadAttention
 from lightning_multigpu.engine.tensor_split.layers import (
     BlockInput,
@@ -106,7 +107,7 @@ def order_of_calls(module: Module) -> Iterator[dict[str, int]]:
             if name not in called:
                 tensor = args[0] if args and isinstance(args[0], Tensor) else None
                 kept.append(tensor)
-                key = (name,) if tensor is None else (tensor.data_ptr(), *tensor.shape)
+                key = (name,) if tensor is None or is_transformed() else (tensor.data_ptr(), *tensor.shape)
                 called[name] = inputs.setdefault(key, len(inputs))
 
         return hook

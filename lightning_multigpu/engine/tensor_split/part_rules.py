@@ -7,6 +7,7 @@ table: a rule by the names of its operations, and one for all operations that to
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
@@ -409,6 +410,17 @@ def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
     return part
 
 
+def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
+    """A gradient: the same object each time, as on one device, so that all code sees where its values are."""
+    known = vars(args[0]).get("shown", lambda: None)()
+    if known is not None and known.source is func(*args):
+        return known
+    part = _of_owner(func, args, kwargs)
+    if isinstance(part, SplitTensor):
+        args[0].shown = weakref.ref(part)
+    return part
+
+
 def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     """``torch.autograd.grad``: the gradient of a part is one."""
     given = {**dict(zip(("outputs", "inputs"), args[:2], strict=False)), **kwargs}
@@ -422,14 +434,22 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
     """A parameter's gradient or values, or a gradient's values, are assigned: each rank takes its part."""
     owner, value = args
-    target = owner if isinstance(owner, SplitParameter) else vars(owner).get("source")
-    if target is None:
+    source = vars(owner).get("source")
+    if source is None and not owner.is_leaf:
         return _refused(func, args, kwargs)
     if isinstance(value, SplitTensor):
-        value = own_values(value)
+        value = vars(value).get("source", own_values(value))
     elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
         value = owner.placed.own(value)
-    return func(target, value)
+    if source is not None:
+        func(source, value)
+    func(owner, value)
+    return owner
+
+
+def _set(func: Any, args: Any, kwargs: Any) -> Any:
+    """``set_``: an assignment of values; a storage would be that of a rank's part."""
+    return (_assigned if len(args) == 2 and isinstance(args[1], Tensor) else _refused)(func, args, kwargs)
 
 
 def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
@@ -525,13 +545,15 @@ _BY_NAME = _by_name(
     ("grad", _gradients),
     ("requires_grad_ detach_", _of_source),
     ("retain_grad register_post_accumulate_grad_hook data_ptr", _of_leaf),
-    ("set_ resize_", _refused),
+    ("set_", _set),
+    ("resize_", _refused),
 )
 _BY_ATTRIBUTE = _by_name(
     ("shape", _of(_shape)),
     ("nbytes", _of(lambda part: _shape(part).numel() * part.element_size())),
     ("T mT H mH", _moved),
-    ("grad data", _of_owner),
+    ("data", _of_owner),
+    ("grad", _gradient),
 )
 _EACH = _by_name(
     (

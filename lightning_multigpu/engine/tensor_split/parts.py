@@ -18,9 +18,9 @@ who changes a view of a gathered tensor, and then uses the part, gets an error.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache, partial
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -31,8 +31,9 @@ from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
 
-from lightning_multigpu._torch_compat import update_together
+from lightning_multigpu._torch_compat import ENTRANCES, is_transformed, update_together
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
@@ -90,6 +91,8 @@ class SplitTensor(Tensor):
     """Parts that all ranks make have the same order by their numbers."""
     source: Tensor
     """Of a gradient: the parameter's own, whose values an assignment replaces, as Module.to does."""
+    shown: Callable[[], Any]
+    """Of a parameter: returns its gradient that code has got, while that lives."""
 
     @classmethod
     def of(cls, local: Tensor, placed: PartLayout | None) -> Any:
@@ -101,6 +104,7 @@ class SplitTensor(Tensor):
             return local
         if isinstance(local, Placeholder):
             return local.resized(placed.split.whole_shape(local))
+        _check_untransformed(placed.layer)
         part = local.as_subclass(cls)
         part.placed, part.gathered_views, part.number = placed, [], next(_NUMBERS)
         return part
@@ -117,6 +121,12 @@ class SplitTensor(Tensor):
         """Writes the whole tensor: a collective."""
         whole = _Gathering(SplitTensor.__reduce_ex__).whole(self).detach()
         return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+
+    def set_(self, *args: Any) -> Any:
+        """As torch's own, the one method that torch does not pass on to ``__torch_function__``."""
+        if torch._C._is_torch_function_enabled():
+            return self.__torch_function__(Tensor.set_, (type(self),), (self, *args))
+        return Tensor.set_(self, *args)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +168,7 @@ update_together(SplitParameter)
 
 
 _NUMBERS = count()
-_OURS = ("placed", "gathered_views", "number", "source")
+_OURS = ("placed", "gathered_views", "number", "source", "shown")
 
 
 def _users_attributes(parameter: Tensor) -> dict[str, Any]:
@@ -285,22 +295,44 @@ class _Enter(Function):
         return ctx.group.all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.layer_name), None, None
 
 
-def functions_get_whole() -> Callable[[], None]:
-    """Has all users' ``autograd.Function`` get whole tensors for parts, as any unknown operation; returns what ends it.
+@contextmanager
+def functions_get_whole() -> Iterator[None]:
+    """Within the block all users' ``autograd.Function`` get whole tensors for parts, as any unknown operation.
 
     torch calls their forward with parts and their backward with plain gradients of parts, which would not fit together.
+    A transform of torch.func, which would take a part for the whole tensor, is refused.
     """
     known = vars(Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         plain = known.__get__(None, cls)  # a classmethod, and from torch 2.14 on a descriptor of C
-        if cls.__module__.startswith("lightning_multigpu.") or not any(isinstance(a, SplitTensor) for a in args):
-            return plain(*args, **kwargs)
-        gathering = _Gathering(cls)
-        return gathering.end(plain(*gathering.whole(args), **kwargs))
+        if cls.__module__.startswith("lightning_multigpu."):
+            _check_untransformed("a layer", args)
+        elif any(isinstance(a, SplitTensor) for a in args):
+            gathering = _Gathering(cls)
+            return gathering.end(plain(*gathering.whole(args), **kwargs))
+        return plain(*args, **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    return lambda: setattr(Function, "apply", known)
+    def enter(plain: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
+        if isinstance(tensor, SplitTensor):
+            _check_untransformed(tensor.placed.layer)
+        return plain(tensor, *args)
+
+    with ExitStack() as undo:
+        Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
+        undo.callback(setattr, Function, "apply", known)
+        for module, name in ENTRANCES:
+            undo.enter_context(replaced(module, **{name: partial(enter, getattr(module, name))}))
+        yield
+
+
+def _check_untransformed(layer: str, values: Iterable[Any] = ()) -> None:
+    if is_transformed(values):
+        raise RuntimeError(
+            "a transform of torch.func (vmap, grad, jvp, ...) or a forward-mode derivative cannot follow what ranks "
+            f"send each other in {layer}, which is split: keep it whole (plan={{...}}), take "
+            f"trainer.strategy.whole(tensor) before the transform, or use strategy='ring_ddp' ({user_line()})"
+        )
 
 
 def user_line() -> str:
@@ -365,6 +397,7 @@ class _Gathering:
     def whole(self, value: Any) -> Any:
         if isinstance(value, SplitTensor):
             _, group, layer = value.placed
+            _check_untransformed(layer)
             group.on_gather(layer, self._operation)
             group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
             with _counting_versions():

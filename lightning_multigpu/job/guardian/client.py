@@ -12,19 +12,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from multiprocessing.util import Finalize
 
-from lightning_multigpu.job.guardian.failure import MAX_WHAT, Failure, closing_lines, host_name
+from lightning_multigpu.job.guardian.failure import MAX_WHAT, Failure, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
-from lightning_multigpu.job.guardian.hang.stacks import answer_stack_signal
-from lightning_multigpu.job.guardian.proc import STOPPED, StoppedTime, WatchedProcess
+from lightning_multigpu.job.guardian.proc import STOPPED, WatchedProcess
 from lightning_multigpu.job.guardian.protocol import Connection, Message, foreign
 from lightning_multigpu.job.guardian.start import GuardianError
-from lightning_multigpu.job.guardian.workers import remove_temporary
 
 OnFailure = Callable[[Failure], None]
 
 _LONGEST_LOOK_S = 0.5
+_STOPPED_LOOKS = 3  # at a guardian, before it is resumed
 _SEEN_S = 5.0
 _SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
 _BACKLOG = 256  # strangers may queue before the other hosts
@@ -34,9 +32,8 @@ class GuardianClient:
     """A rank's connection to the guardian of its host.
 
     A thread reads the guardian's messages. It calls ``on_failure`` once, with the failure of another rank or host, or
-    of the guardian itself: the guardian has ended, or has been stopped for half of ``failure_timeout_s`` while this
-    process has not. After a failure of the guardian no other process would end this one, so it ends itself 0.9
-    ``failure_timeout_s`` after the failure began, if it still runs.
+    with the end of the guardian itself. Then no other process would end this one, so it ends itself after 0.9
+    ``failure_timeout_s``, if it still runs. A stopped guardian is resumed.
 
     Args:
         address: where the guardian listens.
@@ -63,7 +60,6 @@ class GuardianClient:
         self.find_failure: Callable[[], tuple[Failure, float] | None] = lambda: None
         self.rests = False
         self._run = 1
-        self._temporary: str | None = None
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
         self._shown, self._is_shown = threading.Event(), False
@@ -88,12 +84,8 @@ class GuardianClient:
             self._connection.close()
             raise
         self._set_limits(failure_timeout_s)
-        if (how := answer_stack_signal()) is not None:
-            self._send("stacks", descriptors=(how.descriptor,), number=how.number, main_thread=how.main_thread)
         self._thread = threading.Thread(target=self._listen, name="guardian-client", daemon=True)
         self._thread.start()
-        # Not atexit, whose functions do not run in a forked process of multiprocessing.
-        self._at_exit = Finalize(None, self._exit, exitpriority=0)
 
     def begin(self, on_failure: OnFailure, *, failure_timeout_s: float, hang_report_s: float | None) -> None:
         """Begins a further run of all ranks, with its own limits, after :meth:`rest`; all ranks have to come to it.
@@ -161,11 +153,6 @@ class GuardianClient:
         if waits:
             self._shown.wait(self._end_s + _SEEN_S)
         return self._is_shown if waits else not self._connection.closed
-
-    def uses_temporary(self, directory: str) -> None:
-        """Names multiprocessing's directory of this rank; the guardian removes it if the rank cannot."""
-        self._temporary = directory
-        self._send("temporary", directory=directory)
 
     def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
         """Sets where files about a failure or a hang are written; hosts with a ``node_rank`` may share a hostname."""
@@ -237,8 +224,7 @@ class GuardianClient:
         self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
         with self._sending:
             self._connection.send("leave", run=self._run)
-        self._resume_guardian()
-        self._at_exit.cancel()
+        self._guardian.resume()  # if it is stopped: no rank may be left that would
         with contextlib.suppress(OSError):  # wakes the thread; sent messages still arrive
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
@@ -250,14 +236,15 @@ class GuardianClient:
     # The other thread
 
     def _listen(self) -> None:
-        stopped_time = StoppedTime(self._guardian, pause_s=4 * self._look_s)
-        stopped_s = 0.0
+        stopped_looks = 0
         while True:
             for message in self._connection.arriving():
                 if message["kind"] == "met":
                     self._met.set()
                 elif message["kind"] == "seen":
                     self._seen.set()
+                elif message["kind"] == "look":
+                    self.flight_recorder.answer(message["number"])
                 elif message["kind"] == "shown":
                     self._is_shown = True
                     self._shown.set()
@@ -273,26 +260,19 @@ class GuardianClient:
             if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
                 self.find_failure = lambda: None
                 self.failed(found[0], age_s=found[1])
-            lasts_s = stopped_time.lasts_s()
-            stopped_s = lasts_s or stopped_s
-            if lasts_s > self._stopped_limit_s and not self.rests and not self._leaving.is_set():
-                self._guardian.kill()  # it would stay for ever; its end also informs the other hosts' guardians
-                break
+            stopped_looks = stopped_looks + 1 if self._guardian.state() == STOPPED else 0
+            if stopped_looks > _STOPPED_LOOKS:  # whoever stops the whole job stops this process, too
+                self._guardian.resume()
             select.select([self._connection], [], [], self._look_s)
         self._seen.set()
         self._shown.set()
         if self._leaving.is_set():
             return
-        what = f"has been stopped by a signal for {stopped_s:.1f} s"  # and this rank, or another one, has killed it
-        if not stopped_time.was_stopped:
-            what, stopped_s = "has ended, and nobody watches the ranks any more", 0.0
-        self._report(Failure(f"the guardian (pid {self.guardian_pid}) {what}", host=host_name()))
-        if not self._leaving.wait(max(0.0, self._end_s - stopped_s)) and not self.rests:
-            why = [] if self.failure is None else closing_lines(self.failure, [])
-            lines = [f"Rank {self.rank} has not ended {self._end_s:g} s later, so it is ended now.", *why]
-            sys.stderr.write("".join(f"{line}\n" for line in lines))
-            if self._temporary is not None:
-                remove_temporary(self._temporary)
+        what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
+        self._report(Failure(what, host=host_name()))
+        if not self._leaving.wait(self._end_s) and not self.rests and self.failure is not None:
+            why = f"{self.failure.describe()}, and rank {self.rank} has not ended {self._end_s:g} s later"
+            sys.stderr.write(f"The job failed: {why}\n")
             os.kill(self._process, signal.SIGKILL)
 
     def _report(self, failure: Failure) -> None:
@@ -304,19 +284,8 @@ class GuardianClient:
                 self._all_at_end.set()
 
     def _set_limits(self, failure_timeout_s: float) -> None:
-        self._end_s, self._stopped_limit_s = 0.9 * failure_timeout_s, 0.5 * failure_timeout_s
-        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 10)  # between checks for a stopped guardian
-
-    def _exit(self) -> None:
-        if self.rests:
-            self.leave()
-        else:
-            self._resume_guardian()
-
-    def _resume_guardian(self) -> None:
-        """Resumes a stopped guardian: no rank may be left that would kill it."""
-        if self._guardian.state() == STOPPED:
-            self._guardian.resume()
+        self._end_s = 0.9 * failure_timeout_s
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 20)  # other hosts miss a stopped guardian later
 
     # Messages
 

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from typing import Any, NamedTuple
 
-from lightning_multigpu.job.guardian.hang.stacks import PYTHON, Frame
+from lightning_multigpu.job.guardian.frames import PYTHON, Frame
 
 TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
 # Characters, which take up to 6 bytes each in JSON; together they must fit into a message.

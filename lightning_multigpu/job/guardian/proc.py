@@ -107,30 +107,18 @@ class WatchedProcess:
 
     def kill(self) -> None:
         """Ends the process, unless it has ended already."""
-        self.send_signal(signal.SIGKILL)
+        self._signal(signal.SIGKILL)
 
     def resume(self) -> None:
-        self.send_signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
-    def send_signal(self, number: int) -> bool:
-        """Sends a signal to this process, and to no later one with its pid; returns whether that succeeded."""
+    def _signal(self, number: int) -> None:
+        """Sends a signal to this process, and to no later one with its pid."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.pidfd is not None:
                 signal.pidfd_send_signal(self.pidfd, number)
-                return True
-            if self._stat() is not None:
+            elif self._stat() is not None:
                 os.kill(self.pid, number)
-                return True
-        return False
-
-    def cpu_ticks(self) -> int:
-        """Processor time of the main thread so far, in clock ticks; -1 if it cannot be read."""
-        try:
-            with open(f"/proc/{self.pid}/task/{self.pid}/stat", encoding="utf-8", errors="replace") as file:
-                fields = file.read().rpartition(")")[2].split()
-            return int(fields[11]) + int(fields[12])
-        except (OSError, ValueError, IndexError):
-            return -1
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -166,37 +154,6 @@ class WatchedProcess:
         (mask,) = struct.unpack_from("Q", buffer)
         (status,) = struct.unpack_from("i", buffer, _PIDFD_INFO_BYTES - 4)
         return int(status) if mask & _PIDFD_INFO_EXIT else None
-
-
-class StoppedTime:
-    """The time for which another process has been stopped, measured by a process that may be stopped itself.
-
-    This process looks more often than every ``pause_s``; after a longer pause it was stopped too: the time restarts.
-    """
-
-    def __init__(self, process: WatchedProcess, pause_s: float) -> None:
-        self._process = process
-        self._pause_s = pause_s
-        self._looked_s = clock_s()
-        self._since_s: float | None = None
-        self._seen_s = float("-inf")
-
-    @property
-    def was_stopped(self) -> bool:
-        """Whether it was seen stopped a moment ago: a killed process runs until it has ended."""
-        return clock_s() - self._seen_s < 2 * self._pause_s
-
-    def lasts_s(self) -> float:
-        """Seconds since it was first seen stopped; 0 if it is not stopped."""
-        now_s = clock_s()
-        was_paused, self._looked_s = now_s - self._looked_s > self._pause_s, now_s
-        if self._process.state() != STOPPED:
-            self._since_s = None
-            return 0.0
-        self._seen_s = now_s
-        if was_paused or self._since_s is None:
-            self._since_s = now_s
-        return now_s - self._since_s
 
 
 def clock_s() -> float:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from lightning_multigpu.job.guardian.failure import Failure, host_name
-from lightning_multigpu.job.guardian.hang.stacks import StackSignal
 from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, ended_text
 
 _PARENT_REPORT_S = 1.0
@@ -37,8 +35,6 @@ class WatchedRank:
         finished: True while the rank needs no other rank: it rests or has left.
         at_end: True once the rank has reached the end of its run, and waits for the others.
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
-        stack_signal: the signal that asks the rank for its stacks; None if it has registered none.
-        temporary: a directory of its workers, which it cannot remove if it is killed.
         reported_exit_code: the exit status that the rank's parent has reported.
         lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
         raises: the rank has raised the job's failure, and asks to show it if its program does not catch it.
@@ -54,20 +50,12 @@ class WatchedRank:
         self.at_end = False
         self.raised: Raised | None = None
         self.joining_until_s: float | None = None
-        self.stack_signal: StackSignal | None = None
-        self.temporary: str | None = None
         self.reported_exit_code: int | None = None
         self.can_be_lost = self.has_left = self.raises = False
         self.advice: str | None = None
         self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
-
-    def shows_stacks(self, how: StackSignal) -> None:
-        """Notes the signal that asks the rank for its stacks from now on."""
-        if self.stack_signal is not None:
-            os.close(self.stack_signal.descriptor)
-        self.stack_signal = how
 
     def failure(self, what: str) -> Failure:
         return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid)

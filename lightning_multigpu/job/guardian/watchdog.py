@@ -15,19 +15,16 @@ from typing import Any
 from lightning_multigpu.job.guardian.blocking import show
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
-from lightning_multigpu.job.guardian.hang.hang_reports import KINDS, HangReports
-from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
-from lightning_multigpu.job.guardian.hang.stacks import StackSignal
+from lightning_multigpu.job.guardian.hang.hang_watch import KINDS, HangWatch
 from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
-from lightning_multigpu.job.guardian.protocol import Connection, Message, ProtocolError, accepted, foreign, peer_of
+from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
 from lightning_multigpu.job.guardian.ranks import Raised, Ranks, WatchedRank
 from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
-from lightning_multigpu.job.guardian.workers import Workers, remove_temporary
+from lightning_multigpu.job.guardian.workers import Workers
 
 _SHORTEST_PAUSE_S = 1.0
-_MAY_RAISE_S = 0.5  # a rank that waits longer for a message, or for ranks that have raised, does not raise too
 _SHORTEST_ROUND_S = 0.05
 _TO_ASK_S = 2.0  # after the first rank that asks to show the failure, for the others
 
@@ -63,8 +60,7 @@ class Watchdog:
         self._hosts = Hosts(
             silence_s=self._timeout_s / 2, watch=self._watch, forget=self._forget, on_message=self._handle_host
         )
-        self._hang_watch = HangWatch(settings["hang_report_s"], self._ranks, self._pages)
-        self._hangs = HangReports(self._hang_watch, self._hosts, lambda: self._directory)
+        self._hang_watch = HangWatch(settings["hang_report_s"], self._ranks, self._pages, self._hosts, self._ask_ranks)
 
     def run(self) -> None:
         """Watches until all ranks have finished, or until all have ended after a failure."""
@@ -74,7 +70,6 @@ class Watchdog:
         self._hosts.close()
         if self._shutdown is not None and not self._is_caught():
             self._shutdown.show(self._ranks)
-        self._remove_temporary()
 
     def turn(self) -> None:
         """Handles messages until the next look at the ranks, and looks at them."""
@@ -88,16 +83,6 @@ class Watchdog:
             self._hang_watch.restart_timers(now_s)
         self._now_s = now_s
         self._observe()
-
-    def _remove_temporary(self) -> None:
-        """Removes the directories of ranks that could not; one may have been killed right after it had named its."""
-        for connection, rank in self._connections.items():
-            for message in connection.arriving():
-                if message["kind"] == "temporary":
-                    rank.temporary = message["directory"]
-        for rank in self._ranks:
-            if rank.temporary is not None and rank.process.state() == ENDED:
-                remove_temporary(rank.temporary)
 
     def _serve(self) -> None:
         """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
@@ -194,7 +179,7 @@ class Watchdog:
             self._observe_owner()
         if self._shutdown is None:
             self._observe_end()
-        if self._shutdown is None and (hang := self._hangs.observe(self._now_s)) is not None:
+        if self._shutdown is None and (hang := self._hang_watch.observe(self._now_s)) is not None:
             self._fail(hang.failure, hang.since_s)
         pids = {rank.process.pid for rank in self._ranks}
         for rank in self._ranks.at_work:
@@ -224,7 +209,7 @@ class Watchdog:
         elif self._ranks.raised:
             first, ended = self._ranks.raised[0], [rank for rank in self._ranks if rank.raised is not None]
             is_late = self._now_s - first.since_s > self._timeout_s / 3
-            if is_late or key is None or self._hang_watch.waits_for(ended, at_least_s=_MAY_RAISE_S):
+            if is_late or key is None or self._hang_watch.waits_for(ended):
                 self._fail(first.failure, first.since_s)  # not all ranks raise it
 
     def _observe_interrupts(self) -> None:
@@ -245,11 +230,7 @@ class Watchdog:
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = {rank.process.pid for rank in self._ranks}
-        left = [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
-        for rank in ranks:
-            if rank.temporary is not None and not left:
-                remove_temporary(rank.temporary)
-        return not left
+        return not [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
 
     def _lost_have_ended(self) -> bool:
         """Kills lost ranks whose time is over, and ends their workers; a rank that has left ends itself."""
@@ -290,7 +271,7 @@ class Watchdog:
             show(closing_lines(failure, [], goes_on=True)[0] + "\n")
             return
         # Before the failure is sent: ranks that receive it stop waiting.
-        waits = self._hang_watch.last_waits(failed=failure.rank, now_s=self._now_s)
+        waits = self._hang_watch.last_waits(failure.rank, self._now_s)
         self._shutdown = Shutdown(failure, since_s, self._timeout_s)
         self._shutdown.waits += waits
         self._hosts.send_failure(failure, since_s)
@@ -317,13 +298,17 @@ class Watchdog:
     def _handle_host(self, host: Hashable, message: Message) -> None:
         """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] in KINDS:
-            self._hangs.handle(host, message)
+            self._hang_watch.handle(host, message, self._now_s)
         elif message["kind"] == "begin":
             self._begin(int(message["run"]), self._timeout_s, self._hang_watch.limit_s)
         elif message["kind"] == "waited" and self._shutdown is not None:
             self._shutdown.waits += message["lines"]
 
     # Connections
+
+    def _ask_ranks(self, look: int) -> None:
+        for connection in self._connections:
+            connection.send("look", number=look)
 
     def _watch(self, sock: socket.socket, read: Callable[[], None]) -> None:
         self._selector.register(sock, selectors.EVENT_READ, read)
@@ -425,8 +410,6 @@ class Watchdog:
             rank.joining_until_s = None
         elif kind == "can be lost":
             rank.can_be_lost = True
-        elif kind == "temporary":
-            rank.temporary = message["directory"]
         elif kind == "directory":
             self._directory, self._node_rank = message["directory"], message["node_rank"]
         elif kind == "counts interrupts":
@@ -440,10 +423,6 @@ class Watchdog:
             rank.raises = True
         elif kind == "show":
             rank.advice, rank.finished = self._ask(connection, message["advice"]), True
-        elif kind == "stacks":
-            with contextlib.suppress(ProtocolError):  # no descriptor was left for it: the rank shows no stacks
-                descriptor, main_thread = connection.take_descriptor(), message["main_thread"]
-                rank.shows_stacks(StackSignal(message["number"], descriptor, main_thread))
         elif kind in ("listen", "join"):
             self._meet_hosts(connection, message)
 

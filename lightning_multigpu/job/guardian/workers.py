@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Collection, Iterator
 
-from lightning_multigpu.job.guardian.blocking import done_within
 from lightning_multigpu.job.guardian.proc import Stat, read_stat
 
 # Commands of processes that run the rank's own code. Multiprocessing's resource tracker is not among them: it removes
@@ -15,10 +14,6 @@ from lightning_multigpu.job.guardian.proc import Stat, read_stat
 _SPAWNED = (b"multiprocessing.spawn", b"multiprocessing.forkserver")
 SERVER = "lightning_multigpu.engine.parameter_server.server"
 """The module of a parameter server, which is on its command line. It ends by itself, unless it is stopped."""
-_TEMPORARY = "pymp-"
-_PROC = "/proc"
-_READ_S = 0.2
-_blocked: set[int] = set()  # processes whose command line a thread is still waiting for
 
 
 class Workers:
@@ -77,23 +72,7 @@ class Workers:
 
     def _is_still_one(self, pid: int, rank: int) -> bool:
         """Whether a process is still a worker: a child looks like one until it executes another program."""
-        command = _command(pid)
-        return command is None or _is_worker(command, self._commands.get(rank, b""))
-
-
-def remove_temporary(directory: str) -> None:
-    """Removes multiprocessing's directory of a rank and its workers; a directory with another name stays."""
-    if not os.path.basename(directory).startswith(_TEMPORARY):
-        return
-    with contextlib.suppress(OSError, ValueError):
-        # After its removal another user may make a link of that name, to a directory of this user.
-        descriptor = os.open(directory, os.O_DIRECTORY | os.O_NOFOLLOW)
-        try:
-            for name in os.listdir(descriptor):
-                os.unlink(name, dir_fd=descriptor)
-        finally:
-            os.close(descriptor)
-        os.rmdir(directory)
+        return _is_worker(_command(pid), self._commands.get(rank, b""))
 
 
 def _descendants(pid: int, without: Collection[int]) -> Iterator[int]:
@@ -116,14 +95,14 @@ def _children(pid: int) -> list[int]:
     return found
 
 
-def _is_worker(command: bytes | None, command_of_rank: bytes) -> bool:
+def _is_worker(command: bytes, command_of_rank: bytes) -> bool:
     if not command:
         return False
     return command == command_of_rank or any(name in command for name in _SPAWNED) or _is_server(command)
 
 
-def _is_server(command: bytes | None) -> bool:
-    return command is not None and SERVER.encode() in command
+def _is_server(command: bytes) -> bool:
+    return SERVER.encode() in command
 
 
 def _ends_itself(pid: int) -> bool:
@@ -144,20 +123,8 @@ def _is_alive(pid: int, start_ticks: int) -> bool:
     return stat is not None and stat.start_ticks == start_ticks and stat.state not in "ZX"
 
 
-def _command(pid: int) -> bytes | None:
-    """The command line of a process, empty if there is no such process; None if the read blocks.
-
-    The kernel reads it from the process's own memory, and blocks if that is on a file system that does not answer. So a
-    thread reads it.
-    """
-    if pid in _blocked:
-        return None
-    found: list[bytes] = []
-
-    def read() -> None:
-        _blocked.add(pid)
-        with contextlib.suppress(OSError), open(f"{_PROC}/{pid}/cmdline", "rb") as file:
-            found.append(file.read())
-        _blocked.discard(pid)
-
-    return b"".join(found) if done_within(_READ_S, read) else None
+def _command(pid: int) -> bytes:
+    """The command line of a process, empty if there is no such process."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+    return b""

@@ -61,6 +61,11 @@ class PipelinePlan:
     one_device_s: float
     spread: float = 0.0
 
+    def times(self, factor: float) -> PipelinePlan:
+        """The run on a device that computes for ``factor`` times as long."""
+        stages = [replace(s, forward_s=factor * s.forward_s, backward_s=factor * s.backward_s) for s in self.stages]
+        return replace(self, stages=tuple(stages), one_device_s=factor * self.one_device_s)
+
     @property
     def largest_memory(self) -> PlannedMemory:
         return max(self.memory, key=lambda rank: rank.total)

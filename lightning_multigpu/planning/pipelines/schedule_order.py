@@ -27,6 +27,7 @@ ExecutedSchedule = Literal["gpipe", "breadth_first", "1f1b", "interleaved", "zer
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
 """The schedules with several stages on each rank."""
+_NO_TIME_S = 1e-12
 
 
 @dataclass(frozen=True)
@@ -98,11 +99,23 @@ def in_flight(order: Sequence[Work], size_bytes: Mapping[int, int] | None = None
     return peak
 
 
+def step_time(
+    orders: Sequence[Sequence[Work]],
+    forward_s: Sequence[float],
+    backward_s: Sequence[float],
+    transfer_s: Sequence[float],
+    cores: float = inf,
+) -> float:
+    """Seconds of a batch, forward and backward, without the optimizer; arguments as for :func:`work_times`."""
+    return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s, cores).values())
+
+
 def work_times(
     orders: Sequence[Sequence[Work]],
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
+    cores: float = inf,
 ) -> dict[Work, tuple[float, float]]:
     """The start and end of every pass of a batch, in seconds from the start of the first pass.
 
@@ -113,27 +126,36 @@ def work_times(
         orders: the passes of each rank, see :func:`schedule_orders`.
         forward_s, backward_s: each stage's seconds for a micro-batch.
         transfer_s: seconds of one message between two neighbouring stages; one fewer than stages.
+        cores: with fewer than ranks, the passes that run at the same time share them equally; sending takes no core.
     """
     parts = _pass_parts(orders, forward_s, backward_s, transfer_s)
-    last = len(forward_s) - 1
+    last, now_s = len(forward_s) - 1, 0.0
+    waiting = [list(reversed(order)) for order in orders]
+    running: dict[int, tuple[Work, float, float]] = {}  # rank -> its pass, seconds of computing and of sending left
+    starts: dict[Work, float] = {}
     times: dict[Work, tuple[float, float]] = {}
-    free = [0.0] * len(orders)
-    position = [0] * len(orders)
-    while any(place < len(order) for place, order in zip(position, orders, strict=True)):
-        moved = False
-        for rank, order in enumerate(orders):
-            while position[rank] < len(order):
-                work = order[position[rank]]
-                needed = _needed(work, last)
-                if needed is not None and needed not in times:
-                    break
-                start_s = max(free[rank], times[needed][1] if needed is not None else 0.0)
-                free[rank] = start_s + sum(parts[work.kind, work.stage])
-                times[work] = start_s, free[rank]
-                position[rank] += 1
-                moved = True
-        assert moved, "the orders wait for each other"
-    return times
+    while True:
+        for rank, order in enumerate(waiting):
+            if rank not in running and order and ((needed := _needed(order[-1], last)) is None or needed in times):
+                work = order.pop()
+                running[rank] = work, *parts[work.kind, work.stage]
+                starts[work] = now_s
+        if not running:
+            assert not any(waiting), "the orders wait for each other"
+            return times
+        computing = sum(compute_s > 0 for _, compute_s, _ in running.values())
+        speed = min(1.0, cores / computing) if computing else 1.0
+        next_s = min(compute_s / speed if compute_s > 0 else send_s for _, compute_s, send_s in running.values())
+        now_s += next_s
+        for rank, (work, compute_s, send_s) in list(running.items()):
+            if compute_s > 0:
+                left_s = compute_s - next_s * speed
+                running[rank] = work, left_s if left_s > _NO_TIME_S else 0.0, send_s
+            elif send_s - next_s > _NO_TIME_S:
+                running[rank] = work, 0.0, send_s - next_s
+            else:
+                times[work] = starts[work], now_s
+                del running[rank]
 
 
 def _needed(work: Work, last: int) -> Work | None:
@@ -161,46 +183,6 @@ def _pass_parts(
         found["backward", stage] = backward_s[stage] * share, transfer_s[stage - 1] if stage > 0 else 0.0
         found["weight", stage] = backward_s[stage] * (1 - share), 0.0
     return found
-
-
-def step_time(
-    orders: Sequence[Sequence[Work]],
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    transfer_s: Sequence[float],
-    cores: float = inf,
-) -> float:
-    """Seconds of a batch, forward and backward, without the optimizer; arguments as for :func:`work_times`.
-
-    With fewer ``cores`` than ranks, the passes that run at the same time share them equally; sending takes no core.
-    """
-    if cores >= len(orders):
-        return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s).values())
-    parts = _pass_parts(orders, forward_s, backward_s, transfer_s)
-    last, now_s = len(forward_s) - 1, 0.0
-    waiting = [list(reversed(order)) for order in orders]
-    running: dict[int, tuple[Work, float, float]] = {}  # rank -> its pass, seconds of computing and of sending left
-    done: set[Work | None] = {None}
-    while True:
-        for rank, order in enumerate(waiting):
-            if rank not in running and order and _needed(order[-1], last) in done:
-                work = order.pop()
-                running[rank] = work, *parts[work.kind, work.stage]
-        if not running:
-            return now_s
-        computing = sum(compute_s > 0 for _, compute_s, _ in running.values())
-        speed = min(1.0, cores / computing) if computing else 1.0
-        next_s = min(compute_s / speed if compute_s > 0 else send_s for _, compute_s, send_s in running.values())
-        now_s += next_s
-        for rank, (work, compute_s, send_s) in list(running.items()):
-            if compute_s > 0:
-                left_s = compute_s - next_s * speed
-                running[rank] = work, left_s if left_s > 1e-12 else 0.0, send_s
-            elif send_s - next_s > 1e-12:
-                running[rank] = work, 0.0, send_s - next_s
-            else:
-                done.add(work)
-                del running[rank]
 
 
 def _all_forward_first(rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[Work]:

@@ -15,6 +15,7 @@ from typing import Literal
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds, cheapest_bounds, layers_text
 from lightning_multigpu.planning.pipelines.schedule_order import in_flight, schedule_orders, step_time
+from lightning_multigpu.planning.scaling.links import INSTANT, Link
 
 MeasuredBalance = Literal["time", "memory"]
 
@@ -40,17 +41,6 @@ class PartCost:
     recomputed_bytes: int = 0
 
 
-@dataclass(frozen=True)
-class LinkCost:
-    """The cost of a message between two neighbours: ``latency_s``, and ``s_per_byte`` for each byte."""
-
-    latency_s: float
-    s_per_byte: float
-
-    def seconds(self, size_bytes: int) -> float:
-        return self.latency_s + size_bytes * self.s_per_byte
-
-
 class StageCosts:
     """Predicts the costs of a split, and finds the cheapest split.
 
@@ -74,7 +64,7 @@ class StageCosts:
         self,
         parts: Sequence[PartCost],
         layer_bytes: Sequence[int],
-        link: LinkCost,
+        link: Link = INSTANT,
         *,
         schedule: str,
         num_ranks: int,

@@ -61,6 +61,9 @@ class Link:
         return replace(self, latency_s=self.latency_s * factor)
 
 
+INSTANT = Link(0.0, 0.0)
+
+
 def fitted(points: Sequence[Point]) -> Link:
     """The link with the smallest relative errors: a straight line, or two that meet at one of the sizes.
 

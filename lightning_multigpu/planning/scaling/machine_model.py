@@ -8,16 +8,13 @@ from dataclasses import asdict, dataclass, field, replace
 from math import inf, log
 from typing import Any, NamedTuple
 
-from lightning_multigpu.planning.scaling.links import Link, all_reduce_s
+from lightning_multigpu.planning.scaling.links import INSTANT, Link, all_reduce_s
 
 SCHEMA_VERSION = 1
 OF_ACTIVATIONS = "all_reduce of activations"
 """Of layers that are split between hosts: the back end's, where gradients take the hierarchy's."""
 TO_OWNER, FROM_OWNERS = "gradients to an owner", "weights from owners"
 """The reduce of a tensor to its owner, and the broadcasts of all owners at once, each of an equal part."""
-
-
-_INSTANT = Link(0.0, 0.0)
 
 
 class World(NamedTuple):
@@ -112,7 +109,7 @@ class Machine:
     memory_bytes: int = 0
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     memory_bytes_per_s: float = 0.0
-    inside: Link = _INSTANT
+    inside: Link = INSTANT
     between: Link | None = None
     slowdown: Mapping[int, float] = field(default_factory=dict)
     collectives: Sequence[MeasuredCollective] = ()
@@ -198,7 +195,7 @@ class Machine:
             ValueError: the world has several hosts, and no link between hosts is known.
         """
         if world.nodes == 1:
-            return _INSTANT
+            return INSTANT
         measured = self._messages(world)
         if measured is not None:
             return measured

@@ -90,15 +90,15 @@ class ParameterServerStrategy(MultiGPUStrategy):
                 f"max_staleness={max_staleness}: with mode='sync' no gradients are stale; leave that out, or use "
                 "mode='async'"
             )
-        if max_staleness is not None and (max_staleness != 0 or isinstance(max_staleness, bool)):
-            option_checks.check_positive("max_staleness", max_staleness, whole=True)
+        if max_staleness is not None:
+            option_checks.check_number("max_staleness", max_staleness, least=0, whole=True)
         option_checks.check_choice("servers", servers, ("auto", "external"))
         if isinstance(num_servers, str):
             option_checks.check_choice("num_servers", num_servers, ("nodes",))
         else:
-            option_checks.check_positive("num_servers", num_servers, whole=True)
+            option_checks.check_number("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
-            option_checks.check_positive("bucket_cap_mb", bucket_cap_mb)
+            option_checks.check_number("bucket_cap_mb", bucket_cap_mb)
         if optimizer_split is not None:
             option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)

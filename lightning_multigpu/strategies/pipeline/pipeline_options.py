@@ -46,16 +46,13 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         option_checks.check_choice("schedule", self.schedule, SCHEDULES)
         option_checks.check_bools(gather_at_end=self.gather_at_end)
-        option_checks.check_verify_steps(self.verify_steps)
+        option_checks.check_number("verify_steps", self.verify_steps, least=0, whole=True)
         if self.num_micro_batches != "auto":
-            option_checks.check_positive("num_micro_batches", self.num_micro_batches, whole=True)
+            option_checks.check_number("num_micro_batches", self.num_micro_batches, whole=True)
         for name in ("stages_per_rank", "pipeline_parallel_size", "data_parallel_size"):
             if getattr(self, name) is not None:
-                option_checks.check_positive(name, getattr(self, name), whole=True)
-        if isinstance(self.batch_dim, bool) or not isinstance(self.batch_dim, int) or self.batch_dim < 0:
-            raise ValueError(
-                f"batch_dim={self.batch_dim!r}: pass the dimension that counts the samples of a batch, 0 or more"
-            )
+                option_checks.check_number(name, getattr(self, name), whole=True)
+        option_checks.check_number("batch_dim", self.batch_dim, least=0, whole=True)
         if isinstance(self.balance, str):
             option_checks.check_choice("balance", self.balance, ("parameters", "time", "memory"))
         names = self.replicated if isinstance(self.replicated, Sequence) else ()

@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import first_part, moved
 from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
@@ -23,7 +24,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, median_costs, plan
-from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCosts
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, unlogged_loss, without_trace
@@ -37,7 +38,7 @@ _ROUND_S = 0.2
 
 
 class PlanError(ValueError):
-    """The requested plan is impossible; nothing was measured."""
+    """No plan is possible; nothing was measured."""
 
 
 class FirstBatchStrategy(SingleDeviceStrategy):
@@ -57,116 +58,106 @@ class FirstBatchStrategy(SingleDeviceStrategy):
         raise EndOfRun
 
 
-class PipelinePlanner:
-    """Predicts time and memory of pipelines of several sizes, under several schedules.
+Refused = dict[tuple[str, int], str]
+"""A schedule and a number of ranks -> why the module cannot be split so."""
+
+
+def pipeline_plans(
+    options: Sequence[PipelineOptions],
+    sizes: Sequence[int],
+    module: pl.LightningModule,
+    datamodule: pl.LightningDataModule | None,
+    trainer_settings: Mapping[str, Any],
+    *,
+    device: torch.device,
+    num_micro_batches: Sequence[int],
+    callbacks: Sequence[pl.Callback] = (),
+) -> tuple[list[PipelinePlan], Refused]:
+    """Takes the first training batch, measures the layers on it and predicts; weights do not change.
+
+    ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
+    checkpoints and callbacks, but for those that set the size of batches.
 
     Args:
+        options: those of each schedule.
         sizes: ranks of a pipeline.
+        trainer_settings: of which those about devices, logs and output are replaced.
         num_micro_batches: those for which the first batch has too few samples are left out.
 
-    Attributes:
-        refused: a schedule and a size -> why the module cannot be split so.
-
     Raises:
-        PlanError: a callback cannot be used with a pipeline.
+        PlanError: the module or a callback cannot be used with a pipeline, or there is no batch.
     """
+    plans: list[PipelinePlan] = []
+    refused: Refused = {}
 
-    def __init__(
-        self,
-        options: Sequence[PipelineOptions],
-        sizes: Sequence[int],
-        *,
-        device: torch.device,
-        num_micro_batches: Sequence[int],
-        callbacks: Sequence[pl.Callback] = (),
-    ) -> None:
-        self._device, self._num_micro_batches = device, num_micro_batches
-        self._combinations = [(each, size) for size in sizes for each in options]
-        self._plans: list[PipelinePlan] = []
-        self.refused: dict[tuple[str, int], str] = {}
-        self._of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
-        with _as_plan_errors():
-            check_callbacks(callbacks)
+    def visit(one: FirstBatchStrategy, batch: Any, others: Sequence[Any]) -> None:
+        combinations = [(each, size) for size in sizes for each in options]
+        plans.extend(_plans(one, batch, others, combinations, num_micro_batches, refused))
 
-    def run(
-        self, module: pl.LightningModule, datamodule: pl.LightningDataModule | None, trainer_settings: Mapping[str, Any]
-    ) -> list[PipelinePlan]:
-        """Takes the first training batch, measures the layers on it and predicts; weights do not change.
+    with _as_plan_errors():
+        check_callbacks(callbacks)
+        check_module(module)
+    with _warnings_only():
+        of_batches = [callback for callback in callbacks if hasattr(callback, "check_before_launch")]
+        devices = {"devices": 1, "num_nodes": 1, "strategy": FirstBatchStrategy(visit, device=device)}
+        settings = {**trainer_settings, **QUIET_SETTINGS, **devices, "callbacks": of_batches}
+        Trainer(**settings).fit(module, datamodule=datamodule)
+    if not plans and not refused:
+        raise PlanError(
+            "the training loader has no batch to measure; see to it that fit would train on one (data, "
+            "limit_train_batches, max_epochs, max_steps)"
+        )
+    return plans, refused
 
-        ``Trainer.fit`` runs in this process up to that batch, with the hooks of module and data and without loggers,
-        checkpoints and callbacks, but for those that set the size of batches. Of ``trainer_settings`` those about
-        devices, logs and output are replaced.
 
-        Raises:
-            PlanError: the module cannot be split in this way, or there is no batch.
-            PipelineError: the layers turn out not to be a chain.
-        """
-        with _as_plan_errors():
-            check_module(module)
-        with _warnings_only():
-            devices = {"devices": 1, "num_nodes": 1, "strategy": FirstBatchStrategy(self._visit, device=self._device)}
-            settings = {**trainer_settings, **QUIET_SETTINGS, **devices, "callbacks": self._of_batches}
-            Trainer(**settings).fit(module, datamodule=datamodule)
-        if not self._plans:
-            raise PlanError(
-                "the training loader has no batch to measure; see to it that fit would train on one (data, "
-                "limit_train_batches, max_epochs, max_steps)"
-            )
-        return self._plans
-
-    def _visit(self, one: FirstBatchStrategy, batch: Any, others: Sequence[Any]) -> None:
-        """Makes the plans, from the first batch."""
-        assert one.lightning_module is not None
-        module, usual = one.lightning_module, self._combinations[0][0]
-        with _as_plan_errors():
-            check_optimizers(one.optimizers)
-            batch = moved(batch, usual.batch_dim, 0)
-            limit = leading_size(batch) or 1
-            numbers = sorted({number for number in self._num_micro_batches if number <= limit})
-            parts = {number: moved(first_part(batch, number), 0, usual.batch_dim) for number in (1, *numbers)}
-            wanted = [
-                (options, size, chain)
-                for options, size in self._combinations
-                if (chain := self._chain(options, module, size)) is not None
-            ]
-            chains = {chain.name: chain for _, _, chain in wanted}
-            choice = usual.activation_checkpointing
-            again = {name: layers_of(name, chain.named_layers(), choice) for name, chain in chains.items()}
-        whole = (next(iter(chains)), 1, False)  # for the time on one device, which recomputes no layer
-        measurements = {whole: Measurement(one, chains[whole[0]], parts[1], others)}
-        for name, chain in chains.items():
-            for number in numbers:
-                key = (name, number, bool(again[name]))
-                if key not in measurements:
-                    measurements[key] = Measurement(one, chain, parts[number], others, again[name])
-            measurements[name, numbers[0], bool(again[name])].watch()
-        for _ in range(NUM_ROUNDS):
-            for measurement in measurements.values():
-                measurement.run()
-        one_device_s = sum(part.forward_s + part.backward_s for part in median_costs(measurements[whole].rounds))
-        for options, size, chain in wanted:
-            for number in numbers:
-                rounds = measurements[chain.name, number, bool(again[chain.name])].rounds
-                self._plans.append(_plan(one, chains[chain.name], options, size, number, rounds, one_device_s))
-
-    def _chain(self, options: PipelineOptions, module: pl.LightningModule, size: int) -> Chain | None:
-        """The layers that the strategy would split; None where only this one of several sizes is impossible.
-
-        Raises:
-            ValueError: there are none, too few, or another number than a list as ``balance`` has.
-        """
+def _plans(
+    one: FirstBatchStrategy,
+    batch: Any,
+    others: Sequence[Any],
+    combinations: Sequence[tuple[PipelineOptions, int]],
+    num_micro_batches: Sequence[int],
+    refused: Refused,
+) -> Iterator[PipelinePlan]:
+    """The plans of the first batch; notes what is ``refused``."""
+    assert one.lightning_module is not None
+    module, usual = one.lightning_module, combinations[0][0]
+    with _as_plan_errors():
+        check_optimizers(one.optimizers)
+        batch = moved(batch, usual.batch_dim, 0)
+        limit = leading_size(batch) or 1
+        numbers = sorted({number for number in num_micro_batches if number <= limit})
+        parts = {number: moved(first_part(batch, number), 0, usual.batch_dim) for number in (1, *numbers)}
+    uses: dict[str, list[tuple[PipelineOptions, int]]] = {}
+    chains: dict[str, Chain] = {}
+    for options, size in combinations:
         try:
             chain = options.chain(module, size, module.device)
             if options.split_points is None:
                 options.bounds(chain, size)
         except ValueError as error:
-            if len(self._combinations) == 1:
-                raise
-            self.refused[options.schedule, size] = str(error)
-            if len(self.refused) == len(self._combinations):
-                raise
-            return None
-        return chain
+            refused[options.schedule, size] = str(error)
+        else:
+            chains[chain.name] = chain
+            uses.setdefault(chain.name, []).append((options, size))
+    for name, chain in chains.items():
+        try:
+            again = layers_of(name, chain.named_layers(), usual.activation_checkpointing)
+            whole = 1, frozenset[int]()  # for the time on one device, which recomputes no layer
+            measured = {
+                (number, layers): Measurement(one, chain, parts[number], others, layers)
+                for number, layers in dict.fromkeys([whole, *((number, again) for number in numbers)])
+            }
+            measured[numbers[0], again].watch()
+            for _ in range(NUM_ROUNDS):
+                for measurement in measured.values():
+                    measurement.run()
+        except (ValueError, PipelineError, RuntimeError) as error:
+            refused |= {(options.schedule, size): str(error) for options, size in uses[name]}
+            continue
+        one_device_s = sum(part.forward_s + part.backward_s for part in median_costs(measured[whole].rounds))
+        for options, size in uses[name]:
+            for number in numbers:
+                yield _plan(one, chain, options, size, number, measured[number, again].rounds, one_device_s)
 
 
 def _plan(
@@ -189,7 +180,6 @@ def _plan(
         return StageCosts(
             parts,
             sizes,
-            LinkCost(0.0, 0.0),
             schedule=options.schedule,
             num_ranks=num_ranks,
             stages_per_rank=options.num_stages_of_rank,

@@ -310,15 +310,35 @@ def lone_steps(
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(crowd)
     processes, connections = [], []
+    endless = {
+        "accumulate_grad_batches": 1 + module.automatic_optimization, "max_epochs": -1, "max_steps": -1,
+        "max_time": None, "min_epochs": None, "min_steps": None, "devices": 1, "num_nodes": 1,
+        "use_distributed_sampler": False,
+    }  # fmt: skip
     kept = [each for each in callbacks if hasattr(each, "check_before_launch")]
-    settings = {**trainer_settings, "callbacks": kept}
+
+    def train(connection: Connection) -> None:
+        """The process of one rank, which never returns."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 1)
+        os.dup2(nowhere, 2)
+        torch.set_num_threads(max(1, usable_cores() // crowd))
+        watched = [*kept, _Watch(connection, barrier, seconds)]
+        own = {"strategy": LoneStepsStrategy(device, tensor_parallel_size), "callbacks": watched}
+        try:
+            Trainer(**{**trainer_settings, **QUIET_SETTINGS, **endless, **own}).fit(module, datamodule=datamodule)
+        except BaseException as error:
+            traceback.print_exc()
+            barrier.abort()
+            text = str(error) if isinstance(error, LoneStepsError) else f"{type(error).__name__}: {error}"
+            with suppress(OSError):
+                connection.send(text)
+        os._exit(1)
+
     try:
         for _ in range(crowd):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_train,
-                args=(theirs, barrier, module, datamodule, settings, device, crowd, seconds, tensor_parallel_size),
-            )
+            process = context.Process(target=train, args=(theirs,))
             process.start()
             theirs.close()
             processes.append(process)
@@ -344,42 +364,3 @@ def _answer(connection: Connection) -> LoneRank | str:
         "the training loader has no batch to measure, or the process has died; see to it that fit would train on "
         "one device (data, limit_train_batches, memory)"
     )
-
-
-def _train(
-    connection: Connection,
-    barrier: Any,
-    module: pl.LightningModule,
-    datamodule: pl.LightningDataModule | None,
-    trainer_settings: Mapping[str, Any],
-    device: torch.device,
-    crowd: int,
-    seconds: float,
-    tensor_parallel_size: int,
-) -> None:
-    """The process of one rank."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    torch.set_num_threads(max(1, usable_cores() // crowd))
-    endless = {
-        "accumulate_grad_batches": 1 + module.automatic_optimization, "max_epochs": -1, "max_steps": -1,
-        "max_time": None, "min_epochs": None, "min_steps": None, "devices": 1, "num_nodes": 1,
-        "use_distributed_sampler": False,
-    }  # fmt: skip
-    settings = {
-        **trainer_settings,
-        **QUIET_SETTINGS,
-        **endless,
-        "strategy": LoneStepsStrategy(device, tensor_parallel_size),
-        "callbacks": [*trainer_settings["callbacks"], _Watch(connection, barrier, seconds)],
-    }
-    try:
-        Trainer(**settings).fit(module, datamodule=datamodule)
-    except BaseException as error:
-        traceback.print_exc()
-        barrier.abort()
-        text = str(error) if isinstance(error, LoneStepsError) else f"{type(error).__name__}: {error}"
-        with suppress(OSError):
-            connection.send(text)
-    os._exit(1)

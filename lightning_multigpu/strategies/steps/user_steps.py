@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_multigpu._lightning_internals import is_compiled
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice, recomputing
+from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import OwnDraws
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
@@ -58,11 +58,12 @@ class UserSteps:
                     f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
                     "themselves: compile each layer with layer.compile(), or leave one of the two out"
                 )
-            self._recomputation = Recomputation(module, self.recomputed)
+            self._recomputation = Recomputation(module, self.recomputed, warn=rank_zero_warn)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Within the block backward computes the layers under ``activation_checkpointing`` again."""
-        return recomputing(self._recomputation, [self._strategy._module], rank_zero_warn)
+        again = self._recomputation
+        return nullcontext() if again is None else again.installed(self._strategy._module)
 
     @contextmanager
     def running(self) -> Iterator[None]:

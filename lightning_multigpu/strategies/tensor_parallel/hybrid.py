@@ -72,7 +72,7 @@ class HybridStrategy(PipelineStrategy):
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
         for name, size in zip(_SIZES, self._asked, strict=True):
             if size is not None:
-                option_checks.check_positive(name, size, whole=True)
+                option_checks.check_number(name, size, whole=True)
         for name, given in (("pipeline", pipeline), ("tensor", tensor)):
             if not isinstance(given, Mapping | None):
                 raise ValueError(f"{name}={given!r} is no mapping; pass options by their names: {name}={{...}}")

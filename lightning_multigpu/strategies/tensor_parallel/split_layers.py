@@ -108,7 +108,7 @@ def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tup
     assert strategy.groups is not None
     strategy.groups.also_cut.append(group.abort)
     strategy._undo.callback(group.close)
-    strategy._undo.callback(functions_get_whole())
+    strategy._undo.enter_context(functions_get_whole())
     return group, strategy.metered(ranks, "tensor")
 
 

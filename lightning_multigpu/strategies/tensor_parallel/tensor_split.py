@@ -99,7 +99,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             raise ValueError(f"verify_steps={verify_steps!r}: pass 1 to compare a step with one on whole layers, or 0")
         for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
             if size is not None:
-                option_checks.check_positive(name, size, whole=True)
+                option_checks.check_number(name, size, whole=True)
         check_plan(plan)
         averaging = option_checks.own_options(RingDDPStrategy, options)
         self.averaging = AveragedGradients(self, averaging, options)

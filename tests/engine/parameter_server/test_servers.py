@@ -14,6 +14,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.data_parallel.averaging import average_gradients
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError
@@ -41,7 +43,6 @@ from tests.engine.parameter_server.updates import (
     assert_as_on_one_device,
     assert_equal,
     assert_unusual,
-    averaged,
     every_optimizer,
     gradients,
     hooks_of_all_optimizers,
@@ -143,6 +144,17 @@ def server_step(optimizer: Optimizer, connections: Servers, **options: Any) -> S
     return OwnedStep(optimizer, ServerTransport(optimizer, connections, **options))
 
 
+class AverageOfThreads:
+    """The part of a group of ranks that averaging takes, for workers that are threads."""
+
+    def __init__(self, workers: Threads, worker: int) -> None:
+        self._gather = partial(workers.gather, worker)
+
+    def all_reduce(self, tensor: Tensor, reduction: str) -> Tensor:
+        told = torch.stack([each.to(torch.float64) for each in self._gather(tensor.clone())])
+        return (told.mean(0) if reduction == "mean" else told.amax(0)).to(tensor.dtype)
+
+
 def train(
     connections: Servers,
     parameters: list[nn.Parameter],
@@ -180,7 +192,10 @@ def test_unusual_steps() -> None:
             with found.connections(worker) as connections:
 
                 def serve(optimizer: Optimizer) -> ServerStep:
-                    return server_step(optimizer, connections, bucket_bytes=int(SMALL))
+                    step = server_step(optimizer, connections, bucket_bytes=int(SMALL))
+                    group: Any = AverageOfThreads(found.workers, worker)
+                    step.average = partial(average_gradients, group=group)
+                    return step
 
                 return unusual_steps(serve, worker, calls)
 
@@ -190,60 +205,6 @@ def test_unusual_steps() -> None:
     assert 0 not in second, "a server without a part holds nobody back"
     for result in results:
         assert_unusual(result)
-
-
-def changes_of(remote: ServerStep) -> list[int]:
-    """How many weights of parts are sent to servers with each step from now on."""
-    found, changed = [], remote.transport._changed
-
-    def counted() -> Any:
-        parts = changed()
-        found.append(len(parts))
-        return parts
-
-    remote.transport._changed = counted  # type: ignore[method-assign]
-    return found
-
-
-@pytest.mark.parametrize("in_memory", [(), ALL], ids=["sockets", "memory"])
-def test_averages_come_back_and_the_step_takes_what_hooks_have_made_of_them(
-    in_memory: Collection[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pull = Room.pull
-
-    def slow_to_worker_1(room: Room, tensor: Tensor) -> Any:
-        """Worker 0 has gone on, and pushes what its hooks have made, before worker 1 gets the averages."""
-        if room.pair.label == "worker 1":
-            time.sleep(0.02)
-        return pull(room, tensor)
-
-    monkeypatch.setattr(Room, "pull", slow_to_worker_1)
-    with job(2, in_memory=in_memory) as found:
-
-        def work(worker: int) -> None:
-            with found.connections(worker) as connections:
-                parameters = weights()
-                optimizer = optim.SGD(parameters, lr=1.0)
-                remote = server_step(optimizer, connections, bucket_bytes=int(SMALL))
-                changes = changes_of(remote)
-                for parameter, gradient in zip(parameters, gradients(0, worker), strict=True):
-                    parameter.grad = gradient
-                if worker == 1:
-                    parameters[2].grad = None
-                remote.average_gradients()
-                wanted = [*averaged(0)[:2], gradients(0, 0)[2] / 2]
-                for parameter, gradient in zip(parameters, wanted, strict=True):
-                    assert parameter.grad is not None
-                    assert_equal(parameter.grad, gradient)
-                    parameter.grad.mul_(0.5)
-                optimizer.step()
-                for parameter, before, gradient in zip(parameters, weights(), wanted, strict=True):
-                    assert_equal(parameter.detach(), before.detach() - gradient / 2)
-                parameters[2].data.zero_()  # as a hook may, on every worker
-                optimizer.step()
-                assert changes == [0, len(remote.transport._pieces[parameters[2]]) if worker == 0 else 0]
-
-        found.workers.run(work)
 
 
 def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

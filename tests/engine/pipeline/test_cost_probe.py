@@ -17,7 +17,8 @@ from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, s
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
-from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.scaling.links import Link
 from tests.world import World, init_group, rank
 
 SAMPLES, WIDTH = 5, 4
@@ -130,7 +131,7 @@ def test_sizes_times_and_traces(bounds: list[tuple[int, int]], world2: World) ->
         assert result["same noise in every run"]
         assert not result["own forward"]
         assert result["calls"] >= 4 * len(bounds) / 2
-        link: LinkCost = result["link"]
+        link: Link = result["link"]
         assert link.seconds(1 << 20) > 0
 
 

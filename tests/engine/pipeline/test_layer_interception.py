@@ -76,6 +76,10 @@ def twice(module: Model, x: Tensor) -> Tensor:
     return plain(module, x) + plain(module, x)
 
 
+def mapped(module: Model, x: Tensor) -> Tensor:
+    return torch.func.vmap(partial(plain, module))(x[:, None]).sum()  # type: ignore[no-any-return]
+
+
 def all_outputs(module: Model, x: Tensor) -> Tensor:
     x, outputs = module.embedding(x), []
     for layer in module.layers:
@@ -158,6 +162,7 @@ def keeping(module: Model, x: Tensor) -> Tensor:
         (residual, "layers.1 is not the output of layer layers.0.*residual"),
         (in_place, "layers.0 is changed in place"),
         (twice, "twice.*keep the result of the first call"),
+        (mapped, r"layers.0 is called within a transform of torch.func \(vmap"),
         (skipping, "calls layers.2 where layers.1 was due"),
         (ending_early, "ended after layer layers.2 without running layers.3"),
         (all_outputs, "what the step returns depends on the output of layer layers.0"),
@@ -165,6 +170,7 @@ def keeping(module: Model, x: Tensor) -> Tensor:
     ],
 )
 def test_what_is_no_chain_is_refused(forward: Forward, words: str, cuts: tuple[int, ...]) -> None:
+    """Transforms ended with torch's raw texts, such as that a tensor may have escaped from vmap."""
     with pytest.raises(PipelineError, match=words):
         by_stages(forward, cuts)
 

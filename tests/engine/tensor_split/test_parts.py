@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vmap
 from torch.nn import functional as F
 
 from lightning_multigpu.engine.tensor_split.cross_entropy import split_cross_entropy
+from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
-from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, functions_get_whole
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, functions_get_whole, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import assert_equal, counts, tensor_group
 from tests.world import World
@@ -279,10 +283,9 @@ def _functions() -> None:
         placed = _placed(group, 2)
         whole, own = values.clone().requires_grad_(), placed.split.part(values, group.rank).requires_grad_()
         before = vars(torch.autograd.Function)["apply"]
-        end = functions_get_whole()
-        for x in (whole, SplitTensor.of(own * 1, placed)):
-            (Softmax.apply(x, 2.0) * torch.arange(float(CLASSES))).sum().backward()  # type: ignore[no-untyped-call]
-        end()
+        with functions_get_whole():
+            for x in (whole, SplitTensor.of(own * 1, placed)):
+                (Softmax.apply(x, 2.0) * torch.arange(float(CLASSES))).sum().backward()  # type: ignore[no-untyped-call]
         assert vars(torch.autograd.Function)["apply"] is before
         assert whole.grad is not None
         assert own.grad is not None
@@ -292,6 +295,38 @@ def _functions() -> None:
 def test_functions_of_users_get_whole_tensors(world2: World) -> None:
     """Their backward met gradients of parts beside tensors that show the whole: it failed."""
     world2.run(_functions)
+
+
+def _transforms() -> None:
+    with tensor_group() as (group, _), functions_get_whole():
+        layer, x = ColumnSplitLinear.of(nn.Linear(4, CLASSES), group, name="up"), torch.randn(3, 4)
+        hidden, weight = layer(x), layer.weight
+        transforms: dict[str, Callable[[], Any]] = {
+            "vmap of a layer": lambda: vmap(layer)(x),
+            "jvp of a layer": lambda: jvp(layer, (x,), (x,)),
+            "gradients of samples": lambda: vmap(
+                grad(lambda values, row: functional_call(layer, values, (row,)).sum()), in_dims=(None, 0)
+            )({"weight": weight}, x),
+            "a part": lambda: vmap(torch.sin)(hidden),
+            "a weight": lambda: vmap(torch.norm)(weight),
+            "a weight's gradient": lambda: grad(lambda values: values.square().sum())(weight),
+            "a weight beside": lambda: vmap(lambda row: weight @ row)(x),
+            "a part in jvp": lambda: jvp(torch.sin, (hidden,), (hidden,)),
+        }
+        words = r"a transform of torch\.func .* in (up|a layer), which is split"
+        with group.showing(parts=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, which forward mode uses
+            for name, transform in transforms.items():
+                with pytest.raises(RuntimeError, match=words):
+                    pytest.fail(f"{name} gave {transform()}")
+            with forward_ad.dual_level(), pytest.raises(RuntimeError, match="or a forward-mode derivative cannot"):
+                layer(forward_ad.make_dual(x, x))
+            assert_equal(vmap(torch.sum)(whole(hidden)), whole(hidden).sum(1))
+
+
+def test_transforms_of_parts_are_refused(world2: World) -> None:
+    """A transform took a part for the whole tensor: norms of half of the rows, in silence; layers raised raw texts."""
+    world2.run(_transforms)
 
 
 def _operands() -> None:

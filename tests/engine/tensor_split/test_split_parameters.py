@@ -34,6 +34,18 @@ def _assign(p: Parameter) -> None:
     p.grad = torch.ones(SHAPE) * torch.arange(16.0)[:, None]
 
 
+def _move(p: Any, moves: Callable[[Any, Tensor], Any]) -> Tensor:
+    """A gradient, and an average, whose values are in another place from now on."""
+    gradient, average = p.grad, p.detach().clone()
+    for each in (gradient, average):
+        moves(each, each.square())
+        moves(each, torch.ones(SHAPE) * torch.arange(16.0)[:, None])
+        each.add_(average)
+    p.grad.mul_(3)
+    assert p.grad is gradient
+    return average  # type: ignore[no-any-return]
+
+
 READS: dict[str, Callable[[Any], Any]] = {
     "each element": lambda p: (p.grad * 2 - p).abs().clamp(max=0.5),
     "each element, with a tensor of the whole shape": lambda p: p.grad * torch.arange(128.0).view(SHAPE),
@@ -55,6 +67,9 @@ READS: dict[str, Callable[[Any], Any]] = {
     "entries": lambda p: p.grad.__setitem__(slice(2, 5), 7.0),
     "a whole gradient assigned": _assign,
     "an own gradient assigned": lambda p: setattr(p, "grad", p.grad.square()),
+    "values assigned": lambda p: _move(p, lambda each, value: setattr(each, "data", value)),
+    "values set": lambda p: _move(p, lambda each, value: each.set_(value)),
+    "values set of a parameter": lambda p: p.set_(p * 2).norm(),
     "lists": lambda p: torch._foreach_mul_([p.grad, torch.ones(3)], torch.tensor(0.5))[0].norm(),
     "lists of results": lambda p: torch._foreach_mul([p.grad, torch.ones(3)], 0.5)[0].norm(),
     "an own average": lambda p: torch.ones(SHAPE).lerp_(p.detach(), 0.1),
@@ -135,7 +150,10 @@ def test_a_users_attribute_is_no_mark_of_a_cut() -> None:
 
 
 def test_they_are_as_on_one_device(world2: World) -> None:
-    """What has the shape of a part was taken for an operation on each element: sums, orders and noise were wrong."""
+    """What has the shape of a part was taken for an operation on each element: sums, orders and noise were wrong.
+
+    ``set_`` moved what code had got of a gradient, and the optimizer took the old one.
+    """
     for problems in world2.run(_all_reads):
         assert not problems
 

@@ -8,10 +8,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +19,6 @@ from lightning_multigpu.job.guardian.proc import (
     ENDED,
     RUNNING,
     STOPPED,
-    StoppedTime,
     WatchedProcess,
     parse_stat,
     read_stat,
@@ -34,7 +31,6 @@ from lightning_multigpu.job.guardian.protocol import (
     encode,
 )
 from lightning_multigpu.job.guardian.ranks import Ranks
-from lightning_multigpu.job.guardian.workers import Workers
 from tests.job.guardian.job import eventually
 
 
@@ -179,42 +175,11 @@ def test_a_guardian_without_a_descriptor_left_does_not_spin(monkeypatch: pytest.
         assert len(pauses) == 1, "nor does it wait otherwise"
 
 
-def test_a_command_line_that_cannot_be_read_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reads it from the process's memory, which may come from a file system that does not answer."""
-    monkeypatch.setattr("lightning_multigpu.job.guardian.workers._PROC", str(tmp_path))
-    (tmp_path / "7").mkdir()
-    os.mkfifo(tmp_path / "7" / "cmdline")
-    workers = Workers()
-    workers.note(7, [])
-    since_s = time.monotonic()
-    for _ in range(100):
-        workers.note(7, [])
-    assert time.monotonic() - since_s < 10, "it is not tried again and again"
-    (tmp_path / "7" / "cmdline").write_text("")
-    assert eventually(lambda: not any(t.name == "guardian-may-block" for t in threading.enumerate()))
-
-
 def test_a_process_that_is_gone() -> None:
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
     process.wait()
     with pytest.raises(ProcessLookupError):
         WatchedProcess(process.pid)
-
-
-def test_how_long_a_process_has_been_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = [100.0]
-    monkeypatch.setattr("lightning_multigpu.job.guardian.proc.clock_s", lambda: clock[0])
-    process = FakeProcess(7)
-    stopped_time = StoppedTime(process, pause_s=2.0)  # type: ignore[arg-type]
-
-    def after(seconds: float, state: str) -> float:
-        clock[0] += seconds
-        process.now = state
-        return stopped_time.lasts_s()
-
-    assert [after(1, RUNNING), after(1, STOPPED), after(1, STOPPED), after(2, STOPPED)] == [0, 0, 1, 3]
-    assert after(60, STOPPED) == 0, "whoever looks was stopped too, and the other may go on a little later"
-    assert [after(1, STOPPED), after(1, RUNNING), after(1, STOPPED)] == [1, 0, 0]
 
 
 class FakeProcess:

@@ -119,17 +119,17 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
         assert second["report"] == report
 
 
-def returned(name: str) -> list[int]:
-    """Pulls of each step: one of the weights and, where hooks read gradients, one of the averages."""
+def averages(name: str) -> list[int]:
+    """Averages of the gradients of a step, where hooks read them."""
     trainer = fit(ReadsGradients(), name, Case(trainer={"accumulate_grad_batches": 7}))
     strategy: Any = trainer.strategy
     strategy.meter.flush()
-    return [step.of("pull")[0].count for step in strategy.meter.steps]
+    return [sum(o.count for o in step.of("all_reduce", "data")) for step in strategy.meter.steps]
 
 
 @both
-def test_gradients_that_are_read_come_back_once_a_step(world2: World, name: str) -> None:
-    assert world2.run(returned, name) == [[2, 2, 2]] * 2
+def test_gradients_that_are_read_are_averaged_once_a_step(world2: World, name: str) -> None:
+    assert world2.run(averages, name) == [[2, 2, 2]] * 2, "their kinds, and all of them"
 
 
 def begins_apart(name: str, path: str) -> dict[str, Any]:

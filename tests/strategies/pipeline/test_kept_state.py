@@ -205,8 +205,48 @@ class Collects(Plain):
         return loss
 
 
+class Averaging(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return super().forward(x + self.mean)
+
+
+class AssignsBuffers(Plain):
+    """A layer, the step and a hook give buffers new tensors, and a hook one of another shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Averaging() for _ in range(4)), nn.Linear(6, 3))
+        self.register_buffer("center", torch.zeros(3))
+        self.register_buffer("losses", torch.zeros(1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        logits = self.layers(batch[0])
+        self.center = 0.9 * self.center + 0.1 * logits.detach().mean(0)
+        return cross_entropy(logits - self.center, batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses = torch.cat([self.losses, outputs["loss"].detach()[None]])
+        self.layers[0].mean = 0.5 * self.layers[0].mean
+        assert "losses" in self.trainer.strategy.lightning_module_state_dict(), "what a checkpoint gathers"
+
+
+class GrowsInALayer(AssignsBuffers):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.layers[0].mean = torch.zeros(4, 6)
+
+
 def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> None:
-    """As the messages advise: hooks run once a batch, and a layer alone reads what it keeps."""
+    """As the messages advise: hooks run once a batch, and a layer alone reads what it keeps.
+
+    With buffers that an assignment had replaced a checkpoint ended in a KeyError, and ranks kept their former values.
+    """
+    words = r"buffer layers.0.mean had the shape \(6,\) when the model was split, and has \(4, 6\) now"
+    world2.run_raising(ValueError, words, fitted, GrowsInALayer, case=CASE, num_micro_batches=1)
     for kind, parts in (
         (KeepsAtBatchEnds, 4),
         (CountsAtBatchStarts, 4),
@@ -215,6 +255,7 @@ def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> Non
         (Recurrent, 1),
         (PassingExperts, 4),
         (CountsFirst, 1),
+        (AssignsBuffers, 1),
     ):
         reference = fitted(kind, 1, case=CASE)
         for result in world2.run(fitted, kind, case=CASE, num_micro_batches=parts):

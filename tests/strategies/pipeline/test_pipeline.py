@@ -457,7 +457,7 @@ def test_a_logger_that_runs_the_module_is_refused(tmp_path: Path) -> None:
             "stages_per_rank=1 under schedule='interleaved'.*2 or more",
         ),
         ({"replicated": "tokens"}, "replicated='tokens': pass True, or a list of names"),
-        ({"batch_dim": -1}, "batch_dim=-1: pass the dimension"),
+        ({"batch_dim": -1}, "batch_dim=-1 is out of range; pass a whole number of 0 or more"),
         ({"split_points": "net.up"}, "split_points='net.up' is no list; pass names of submodules"),
         ({"split_points": ["net.up", "net.up"]}, "pass one or more different names"),
         ({"split_points": ["net.up"], "balance": "time"}, "balance='time' and split_points=.*leave one out"),

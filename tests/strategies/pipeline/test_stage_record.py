@@ -14,11 +14,16 @@ from torch.utils.data import DataLoader
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
+from lightning_multigpu.planning.pipelines.timeline import Timeline, bubble, usage
+from lightning_multigpu.report.document import RunDocument
+from lightning_multigpu.report.pipelines import TimedPipeline
+from lightning_multigpu.report.schema import from_json
 from lightning_multigpu.strategies.pipeline import pipeline_planner
 from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy
 from tests.world import World
 
 WIDTH = 32
+QUIET: Any = {"print_table": False, "write_file": False}
 FLOAT32 = Case(max_epochs=1, precision="32-true")
 
 
@@ -49,18 +54,20 @@ def profiled(
     ranks: int = 2,
     **options: Any,
 ) -> Any:
-    """The profile of a fit of some batches of 64 samples, on rank 0."""
-    report = {"print_report": False, "write_files": False, "activations": activations}
-    callback = ProfilerReport(wait=0, warmup=0, active=active, **report)
+    """The report of a fit of some batches of 64 samples."""
+    callback = ProfilerReport(wait=0, warmup=0, active=active, activations=activations, **QUIET)
     data: Any = DataLoader([torch.ones(64, WIDTH)] * batches, batch_size=None)  # type: ignore[arg-type]
     fit_module(module(), PipelineStrategy(**options), ranks, FLOAT32, data, callbacks=[callback])
-    return callback.profile
+    return callback.report
 
 
-def passes_of(of_rank: dict[str, Any]) -> tuple[int, ...]:
-    """The number of forward, backward and weight passes of a rank in its newest step."""
-    timeline = of_rank["stages"]["steps"][-1]["timeline"]
-    kinds = [kind for kind, *_ in {(i["kind"], i["stage"], i["micro_batch"]) for i in timeline}]
+def pipelines_of(report: Any) -> list[TimedPipeline]:
+    return list(from_json(RunDocument, report).profile.pipelines)  # type: ignore[union-attr]
+
+
+def passes_of(timeline: Timeline) -> tuple[int, ...]:
+    """The number of forward, backward and weight passes of a rank."""
+    kinds = [kind for kind, *_ in {(i.kind, i.stage, i.micro_batch) for i in timeline}]
     return tuple(kinds.count(kind) for kind in ("forward", "backward", "weight"))
 
 
@@ -76,29 +83,22 @@ def passes_of(of_rank: dict[str, Any]) -> tuple[int, ...]:
 def test_passes_times_and_memory_of_each_rank(
     schedule: Any, balance: Any, count: int, passes: Any, theory: float, world2: World
 ) -> None:
-    profile, _ = world2.run(profiled, schedule=schedule, balance=balance, num_micro_batches=count)
-    [pipeline] = profile["pipelines"]
-    assert (pipeline["schedule"], pipeline["num_micro_batches"]) == (schedule, count)
-    assert 0 < pipeline["bubble"] < 1
-    assert pipeline["theoretical_bubble"] == pytest.approx(theory)
-    assert [entry["rank"] for entry in pipeline["ranks"]] == [1, 0]
-    for entry in pipeline["ranks"]:
-        assert 0 < entry["bubble"] < 1
-        seconds = entry["seconds"]
-        assert sum(seconds.values()) == pytest.approx(pipeline["wall_s"])
-        assert seconds["idle"] >= 0
-        assert min(seconds[kind] for kind in ("forward", "backward", "send", "receive")) > 0
-        assert (seconds["weight"] > 0) == (schedule == "zero_bubble")
+    report, _ = world2.run(profiled, schedule=schedule, balance=balance, num_micro_batches=count)
+    [pipeline] = pipelines_of(report)
+    assert (pipeline.schedule, pipeline.num_micro_batches, pipeline.ranks) == (schedule, count, [1, 0])
+    assert bubble(pipeline.theory) == pytest.approx(theory)
+    for used in usage(pipeline.timelines):
+        assert 0 < used.bubble < 1
+        assert used.idle_s >= 0
+        assert min(used.seconds[kind] for kind in ("forward", "backward", "send", "receive")) > 0
+        assert (used.seconds["weight"] > 0) == (schedule == "zero_bubble")
     # The last rank has nothing to do until the first micro-batch has come.
-    last = pipeline["ranks"][1]
-    assert last["bubble"] * pipeline["wall_s"] >= last["seconds"]["receive"]
-    assert [passes_of(rank) for rank in profile["ranks"]] == [passes, passes]
+    assert used.bubble * used.wall_s >= used.seconds["receive"]
+    assert [passes_of(timeline) for timeline in pipeline.timelines] == [passes, passes]
     held = sum(parameter.numel() * 4 for parameter in Deep().parameters()) / 2
-    for rank in profile["ranks"]:
-        assert rank["memory"]["parameters_bytes"] == rank["memory"]["gradients_bytes"] == held
-        assert rank["memory"]["optimizer_bytes"] == 2 * held + 4 * 4 * 4  # a step count of each tensor of four layers
-        predicted = {"parameters_bytes": held, "gradients_bytes": held, "optimizer_bytes": 2 * held}
-        assert rank["stages"]["predicted"] == predicted
+    for memory in report["memory"]:
+        assert memory["parameters_bytes"] == memory["gradients_bytes"] == held
+        assert memory["optimizer_bytes"] == 2 * held + 4 * 4 * 4  # a step count of each tensor of four layers
 
 
 class Loading(Deep):
@@ -109,11 +109,10 @@ class Loading(Deep):
 def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
     """By a plan of one round of measurements, which changes times only."""
     options = PipelineStrategy(schedule=schedule, activation_checkpointing=again).pipeline_options
-    device = torch.device("cpu")
-    planner = pipeline_planner.PipelinePlanner([options], [2], device=device, num_micro_batches=[16])
+    given: Any = {"device": torch.device("cpu"), "num_micro_batches": [16]}
     settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
     with mock.patch.object(pipeline_planner, "NUM_ROUNDS", 1):
-        [plan] = planner.run(Loading(), None, settings)
+        [plan], _ = pipeline_planner.pipeline_plans([options], [2], Loading(), None, settings, **given)
     return list(plan.memory)
 
 
@@ -135,8 +134,8 @@ INPUT, INSIDE = 4 * 4 * WIDTH * 4, 4 * 4 * 4 * WIDTH * 4
 def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, of_first: int | None, world2: World) -> None:
     memory = predicted(schedule, again)
     options = {"num_micro_batches": 16, "schedule": schedule, "activation_checkpointing": again}
-    profile, _ = world2.run(profiled, 4, active=1, activations=True, **options)
-    measured = [rank["memory"]["activations_bytes"] for rank in reversed(profile["ranks"])]
+    report, _ = world2.run(profiled, 4, active=1, activations=True, **options)
+    measured = [memory["activations_bytes"] for memory in reversed(report["memory"])]
     assert of_first in (None, measured[0])
     assert [rank.activations_bytes for rank in memory] == measured
     ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
@@ -144,14 +143,14 @@ def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, of_first: int |
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
-    profile, *_ = world4.run(profiled, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
-    assert [[entry["rank"] for entry in pipeline["ranks"]] for pipeline in profile["pipelines"]] == [[1, 0], [3, 2]]
+    report, *_ = world4.run(profiled, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
+    assert [pipeline.ranks for pipeline in pipelines_of(report)] == [[1, 0], [3, 2]]
 
 
 def test_too_few_batches_for_a_time(world2: World) -> None:
-    profile, _ = world2.run(profiled, 1, active=1, num_micro_batches=4)
-    assert "pipelines" not in profile
-    assert all(rank["memory"]["gradients_bytes"] > 0 for rank in profile["ranks"])
+    report, _ = world2.run(profiled, 1, active=1, num_micro_batches=4)
+    assert pipelines_of(report) == []
+    assert all(memory["gradients_bytes"] > 0 for memory in report["memory"])
 
 
 class Frozen(Deep):
@@ -166,20 +165,20 @@ class Frozen(Deep):
 
 
 def test_a_stage_without_gradients_has_no_backward_passes(world2: World) -> None:
-    profile, _ = world2.run(profiled, module=Frozen, num_micro_batches=4)
-    last, first = profile["ranks"]
-    assert (passes_of(first)[:2], passes_of(last)[1]) == ((4, 0), 4)
-    assert first["memory"]["gradients_bytes"] == 0
+    report, _ = world2.run(profiled, module=Frozen, num_micro_batches=4)
+    [pipeline] = pipelines_of(report)
+    first, last = map(passes_of, pipeline.timelines)
+    assert (first[:2], last[1]) == ((4, 0), 4)
+    assert report["memory"][1]["gradients_bytes"] == 0
 
 
 def two_fits() -> dict[str, Any]:
-    callback = ProfilerReport(wait=0, warmup=0, active=1, print_report=False, write_files=False)
+    callback = ProfilerReport(wait=0, warmup=0, active=1, **QUIET)
     for strategy in (PipelineStrategy(), make_strategy("ring_ddp")):
         data = DataLoader(dataset(8), batch_size=4)
         fit_module(Classifier(), strategy, 2, Case(max_epochs=1), data, callbacks=[callback])
-    return callback.profile or {}
+    return callback.report or {}
 
 
 def test_a_later_fit_without_a_pipeline_has_no_stages(world2: World) -> None:
-    profile = world2.run(two_fits)[0]
-    assert [rank["stages"] for rank in profile["ranks"]] == [None, None]
+    assert pipelines_of(world2.run(two_fits)[0]) == []

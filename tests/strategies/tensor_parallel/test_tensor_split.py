@@ -71,6 +71,13 @@ class Grouped(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+class Mapped(FeedForward):
+    """Computes sample by sample in a transform, which ended the search for layers with torch's raw text."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(super().forward)(x)  # type: ignore[no-any-return]
+
+
 def encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 20, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
@@ -110,6 +117,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "encoder": lambda: Language(encoder()),
     "decoder": lambda: Language(Decoder()),
     "one bad block": lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
+    "mapped": lambda: Language(*(Block(Attention(), Mapped(nn.GELU())) for _ in range(2))),
     "equal layers": lambda: Language(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
 }
 FOUND: dict[str, dict[str, int]] = {
@@ -126,13 +134,14 @@ FOUND: dict[str, dict[str, int]] = {
     "encoder": {"vocabulary": 1, "attention": 2, "first, second": 2},
     "decoder": {"vocabulary": 1, "attention": 4, "first, second": 2},
     "one bad block": {"vocabulary": 1, "first, second": 4},
+    "mapped": {"vocabulary": 1, "attention": 2},
     "equal layers": {"vocabulary": 1, "first, second": 2},
 }
 # These compute norms, softmax or losses in float32 whatever the precision.
 RTOL = dict.fromkeys(("gpt2", "qwen3", "t5", "bert"), 1e-4)
 
 # One of each kind of block; the others are found by test_own_transformers, and some are trained below.
-TRAINED = ("qwen3", "t5", "fused", "encoder")
+TRAINED = ("qwen3", "t5", "fused", "encoder", "mapped")
 
 
 class Noting(Callback):

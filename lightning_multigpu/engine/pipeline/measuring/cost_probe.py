@@ -13,7 +13,6 @@ import functools
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +35,8 @@ from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGro
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.engine.training_memory import SavedTensors
-from lightning_multigpu.planning.pipelines.stage_costs import LinkCost, PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.scaling.links import Link
 
 _MOST_RUNS = 10
 _MESSAGE_BYTES = (4 << 10, 1 << 20)
@@ -147,9 +147,8 @@ class CostProbe:
         args, kwargs = map_only(Tensor, self._saved.detached_copy, (args, kwargs))
         recomputed_bytes = 0
         if index in self._recompute:
-            layer, begin = self._chain.layers[index], functools.partial(self._begin_part, 1 + index)
             recomputed_bytes = self._inner_bytes(index, forward, args, kwargs)
-            forward = functools.partial(recomputed, layer, forward, args, kwargs, lambda: nullcontext(begin()))
+            forward = functools.partial(recomputed, self._chain.layers[index], forward, args, kwargs)
             args, kwargs = (), {}
         self._start_clock()
         output = forward(*args, **kwargs)
@@ -222,19 +221,19 @@ def _fastest(costs: Sequence[PartCost]) -> PartCost:
     )
 
 
-def slowest_link(group: PipelineGroup) -> LinkCost:
+def slowest_link(group: PipelineGroup) -> Link:
     """The cost of the slowest link between neighbouring ranks, from round trips of 4 KiB and of 1 MiB.
 
     The fastest of a few round trips counts. A collective of the pipeline; a rank knows only its own links.
     """
-    slowest = LinkCost(0.0, 0.0)
+    slowest = Link(0.0, 0.0)
     mine, num_ranks = dist.get_rank(group.process_group), group.num_ranks
     for position in range(num_ranks if num_ranks > 2 else 1):
         pair = (position, (position + 1) % num_ranks)
         if mine in pair:
             small_s, large_s = (_one_way_s(group, size, pair) for size in _MESSAGE_BYTES)
             per_byte = max(0.0, (large_s - small_s) / (_MESSAGE_BYTES[1] - _MESSAGE_BYTES[0]))
-            found = LinkCost(max(0.0, small_s - per_byte * _MESSAGE_BYTES[0]), per_byte)
+            found = Link(max(0.0, small_s - per_byte * _MESSAGE_BYTES[0]), per_byte)
             slowest = max(slowest, found, key=lambda link: link.seconds(1 << 20))
     group.finish()
     return slowest

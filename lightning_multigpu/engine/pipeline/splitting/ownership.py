@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -82,11 +83,12 @@ class Ownership:
         self._group = group
         self.holdings = list(_holdings(module, chain, bounds, num_ranks))
         own = {id(holding.tensor): holding for holding in self.holdings}
-        self._places = [
-            (f"{path}.{key}".lstrip("."), part._parameters, key, own[id(parameter)])
+        self._places: list[tuple[str, dict[str, Any], str, Holding]] = [
+            (f"{path}.{key}".lstrip("."), table, key, own[id(tensor)])
             for path, part in module.named_modules(remove_duplicate=False)
-            for key, parameter in part._parameters.items()
-            if parameter is not None
+            for table in (part._parameters, part._buffers)
+            for key, tensor in table.items()
+            if tensor is not None
         ]
         self._recurrent = [part for part in module.modules() if isinstance(part, RNNBase)]
 
@@ -152,18 +154,37 @@ class Ownership:
 
     def holders_by_name(self) -> dict[str, tuple[int, ...]]:
         """The positions that hold each tensor, by name; a tensor that is registered twice has two names."""
-        holders = {id(h.tensor): h.holders for h in self.holdings}
-        return {name: holders[id(tensor)] for name, tensor in _named_tensors(self._module)}
+        self.check_places()
+        return {name: holding.holders for name, _, _, holding in self._places}
 
     def check_places(self) -> None:
         """Raises ValueError if another parameter has come to the place of one that was split."""
         for name, table, key, holding in self._places:
-            if (now := table.get(key)) is not None and now is not holding.tensor:
+            if holding.is_parameter and (now := table.get(key)) is not None and now is not holding.tensor:
                 raise ValueError(
                     f"{name} is another parameter than when the model was split: a hook has tied or replaced it, and "
                     "stages hold the values of the former one. Tie and replace parameters in __init__, setup or "
                     "configure_model, which run before the split (on_fit_start comes after it)"
                 )
+        self._follow_buffers()
+
+    def _follow_buffers(self) -> None:
+        """Takes over buffers that an assignment has replaced since the model was split.
+
+        Raises:
+            ValueError: a buffer that other ranks lack has another shape.
+        """
+        for name, table, key, holding in self._places:
+            if holding.is_parameter or (now := table.get(key)) is None or now is holding.tensor:
+                continue
+            if now.shape != holding.tensor.shape and len(holding.holders) < self.num_ranks:
+                raise ValueError(
+                    f"buffer {name} had the shape {tuple(holding.tensor.shape)} when the model was split, and has "
+                    f"{tuple(now.shape)} now: other stages expect the former; register it in its full size"
+                )
+            if self.position not in holding.holders:
+                table[key] = now = Placeholder(now, holding.source)
+            holding.tensor = now
 
     def missing(self) -> set[str]:
         """Names of tensors whose values this rank lacks."""
@@ -267,6 +288,7 @@ class Ownership:
 
     def values_of_others(self) -> Iterator[tuple[Holding, Tensor]]:
         """At the last position, the values that it does not hold, in host memory; a collective of the pipeline."""
+        self._follow_buffers()
         last = self.num_ranks - 1
         for holding in self.holdings:
             if self.position == holding.holders[0] and last not in holding.holders:
@@ -278,6 +300,7 @@ class Ownership:
 
     def restore(self, peers: MeteredGroup) -> None:
         """Copies all values to the host's memory of every rank of the pipeline, whose collectives ``peers`` has."""
+        self._follow_buffers()
         for position, rank in enumerate(self.group.ranks):
             self._share([h for h in self.holdings if h.holders[-1] == position], peers, rank, everywhere=True)
 
@@ -294,8 +317,9 @@ class Ownership:
         Raises:
             PipelineError: a parameter cannot be exchanged, because something refers to it.
         """
+        self._follow_buffers()
         new = {h.name: h for h in _holdings(self._module, self.chain, bounds, self.num_ranks)}
-        moving = [holding for holding in self.holdings if holding.holders != new[holding.name].holders]
+        moving = [h for h in self.holdings if h.name in new and h.holders != new[h.name].holders]
         before = [holding.tensor for holding in moving]
         self.bounds = bounds
         for holding in moving:

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
+from lightning_multigpu._torch_compat import is_transformed
 from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoint
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, uncompiled
@@ -223,8 +224,14 @@ class LayerInterception:
                 "backward, outside of the step: leave the checkpoint around the layers out, and pass "
                 "activation_checkpointing=True to the strategy"
             )
-        self._check_order(index)
         given = tensors_of((args, kwargs))
+        if is_transformed(given):
+            raise PipelineError(
+                f"layer {self._name(index)} is called within a transform of torch.func (vmap, grad, jvp, ...), or with "
+                "a forward-mode derivative, and a pipeline cannot transform what other stages compute: transform "
+                "within one layer, or before or after the layers; or use ring_ddp"
+            )
+        self._check_order(index)
         self._check_input(index, given)
         self._next = index + 1
         if index < self._start:

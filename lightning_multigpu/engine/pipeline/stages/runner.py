@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -178,8 +177,7 @@ class PipelineRunner:
         """The output of a layer of this stage, some of which backward computes again."""
         if index not in self._recompute or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        begin = functools.partial(set_random_state, seed_of(*self._seed, 1 + index), self._device)
-        return recomputed(self._ownership.chain.layers[index], forward, args, kwargs, lambda: nullcontext(begin()))
+        return recomputed(self._ownership.chain.layers[index], forward, args, kwargs)
 
 
 class LossForms:

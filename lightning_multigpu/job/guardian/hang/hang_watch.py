@@ -1,159 +1,214 @@
-"""The waits of a host's ranks that last too long, and the ranks as a look at all of them finds them."""
+"""Reports about hangs: when a rank's page does not change, all ranks are looked at, and their collectives compared.
+
+Node 0, or a single host, makes the report. Two looks have to show the same two ranks in different collectives: then
+neither can come to the other's, and the run ends.
+::
+
+    another host                                node 0
+      quiet    (ranks, and since when)  ---->     notes it; with the first quiet rank a look begins
+                                        <----   look
+      view     (of each rank), seen     ---->     compares them; the report
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Hashable
 from typing import Any
 
-from lightning_multigpu.job.guardian.failure import host_name
-from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, BROKEN, Entry, read_entries, read_steps
-from lightning_multigpu.job.guardian.hang.stacks import Question, Stacks
-from lightning_multigpu.job.guardian.hang.waiting_graph import IDLE_TICKS, View, waits_for
-from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
-from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.job.guardian.blocking import show
+from lightning_multigpu.job.guardian.failure import Failure, host_name
+from lightning_multigpu.job.guardian.hang import flight_recorder as pages
+from lightning_multigpu.job.guardian.hang.comparison import (
+    COLLECTIVES,
+    View,
+    absent,
+    calls,
+    hang_report,
+    mismatch,
+    mismatch_text,
+)
+from lightning_multigpu.job.guardian.host_links import Hosts
+from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, clock_s
+from lightning_multigpu.job.guardian.protocol import Message
+from lightning_multigpu.job.guardian.ranks import Found, Ranks, WatchedRank
 
-_ANSWER_S = 3.0
-_IDLE_S = 2.0
+KINDS = ("quiet", "look", "view", "seen")
+
+_ANSWER_S, _COLLECT_S = 3.0, 6.0
 # Looks for answers at a failure, and pauses between them. They are counted, without a clock: on a busy machine both the
 # ranks and the guardian are late.
-_LOOKS = 40
-_PAUSE_S = 0.01
-_MAX_MESSAGE_LINES = 64
-_MAX_LINE = 200
+_LOOKS, _PAUSE_S = 40, 0.01
+_MAX_LINES, _MAX_LINE = 64, 200
+_MAY_RAISE_S = 0.5  # a rank that waits longer for a message, or for ranks that have raised, does not raise too
+_OWN = "this host"
+_FIX = (
+    "Every rank has to call the same collectives in the same order: self.log(sync_dist=True), self.all_gather, saves "
+    "and barriers on all ranks, or on none"
+)
 
-# The name of each wait, and its beginning; that of a rank whose page does not change is just its number.
-Waits = dict[str, float]
+# The time since when a rank's page has not changed, by the rank and the number of its changes.
+Quiet = dict[tuple[int, int], float]
 
 
 class HangWatch:
-    """Finds waits of this host's ranks that are longer than ``limit_s``; with None it only looks when asked to."""
+    """This host's part in the reports. Without ``limit_s`` it looks at no page.
 
-    def __init__(self, limit_s: float | None, ranks: Ranks, memory: Any) -> None:
+    ``ask`` sends the number of a look to the ranks, which answer in their pages.
+    """
+
+    def __init__(
+        self, limit_s: float | None, ranks: Ranks, memory: Any, hosts: Hosts, ask: Callable[[int], None]
+    ) -> None:
         self.limit_s = limit_s
-        self._ranks = ranks
-        self._memory = memory
-        self._unchanged: dict[int, tuple[object, float]] = {}  # by rank: the page's numbers, and since when it is idle
-        self._ticks: dict[int, tuple[int, float]] = {}  # by rank: its processor time, and when
-        self._waits: Waits = {}
-        self._asked: list[tuple[WatchedRank, Question | None]] | None = None  # while a look is under way
-        self._until_s = 0.0
-        self._now_s = self._restarted_s = 0.0
+        self._ranks, self._memory, self._hosts, self._ask = ranks, memory, hosts, ask
+        self._progress: dict[int, tuple[bytes, int, float]] = {}  # by rank: the last, their number, the last one's time
+        self._quiet: dict[Hashable, Quiet] = {}  # by host
+        self._look = 0  # the number of the last one
+        self._answer_s: float | None = None  # the time for answers, during a look at this host's ranks
+        # On node 0
+        self._begun_s: float | None = None
+        self._awaited: set[Hashable] = set()  # hosts that have yet to send their views
+        self._views: dict[int, View] = {}
+        self._looked_at: Quiet = {}
+        self._again_s = 0.0
+        self._reported: Quiet = {}
+        self._suspected: list[
+            tuple[int, str]
+        ] = []  # the two ranks that the last look has shown in different collectives
 
     def restart_timers(self, now_s: float) -> None:
-        """Restarts the waits, except those that were too long already: this process, or all ranks, were paused."""
-        self._restarted_s = now_s
-        self._unchanged = {rank: since for rank, since in self._unchanged.items() if str(rank) in self._waits}
+        """Restarts the times that are not too long yet: this process, or all ranks, were paused."""
+        for rank, (last, number, _) in self._progress.items():
+            if (rank, number) not in self._quiet.get(_OWN, {}):
+                self._progress[rank] = last, number, now_s
 
-    def observe(self, now_s: float) -> Waits:
-        """Looks at all pages; returns the waits that have lasted too long."""
-        self._now_s = now_s
-        if self.limit_s is None:
-            return {}
-        at_work = self._ranks.at_work
+    def observe(self, now_s: float) -> Found | None:
+        """Looks at the pages, and continues a report; returns the failure of ranks in different collectives."""
+        quiet = self._quiet_ranks(now_s)
+        if not self._hosts.is_first and quiet.keys() != self._quiet.get(_OWN, quiet).keys():
+            self._hosts.send("quiet", ranks=[(*key, now_s - since_s) for key, since_s in quiet.items()])
+        self._quiet[_OWN] = quiet
+        if self._answer_s is not None and (now_s > self._answer_s or self._have_answered()):
+            self._answer_s = None
+            views = [self._view(rank) for rank in self._ranks if rank.lost_since_s is None]
+            if self._hosts.is_first:
+                self._views |= {view.rank: view for view in views}
+                self._awaited.discard(_OWN)
+            else:
+                for view in views:
+                    self._hosts.send("view", view=view)
+                self._hosts.send("seen")
+        if not self._hosts.is_first or self.limit_s is None:
+            return None
+        quiet = {key: since_s for of_host in self._quiet.values() for key, since_s in of_host.items()}
+        if self._begun_s is not None:
+            if not self._awaited or now_s > self._begun_s + _COLLECT_S:
+                return self._compare(quiet, now_s, self.limit_s)
+        elif self._reported and not self._reported.keys() & quiet.keys():
+            waited_s = now_s - min(self._reported.values())
+            self._reported = self._looked_at = {}
+            show(f"The wait that was reported has ended after {waited_s:.0f} s, and the run goes on.\n")
+        elif quiet.keys() - self._looked_at.keys() or (quiet and now_s > self._again_s):
+            self._begin(now_s)
+        return None
+
+    def handle(self, host: Hashable, message: Message, now_s: float) -> None:
+        """Handles a message of another host's guardian, of one of :data:`KINDS`."""
+        kind = message["kind"]
+        if kind == "quiet":
+            self._quiet[host] = {(rank, number): now_s - age_s for rank, number, age_s in message["ranks"]}
+        elif kind == "look":
+            self._look_at_own(now_s)
+        elif kind == "view":
+            view = View.from_message(message["view"])
+            self._views[view.rank] = view
+        elif kind == "seen":
+            self._awaited.discard(host)
+
+    def _quiet_ranks(self, now_s: float) -> Quiet:
+        at_work, quiet = self._ranks.at_work if self.limit_s is not None else [], Quiet()
         if at_work and all(rank.process.state() == STOPPED for rank in at_work):
             self.restart_timers(now_s)  # the whole job is suspended
-        waits: Waits = {}
         for rank in at_work:
-            entries = read_entries(self._memory, rank.slot)
-            awaited = [entry for entry in entries if entry.state == AWAITED]
-            for entry in awaited:
-                name = f"{rank.rank}: {entry.name} {entry.ranks}"
-                since_s = self._waits.get(name, max(entry.since_s, self._restarted_s))
-                if now_s - since_s >= self.limit_s:
-                    waits[name] = since_s
-            numbers = read_steps(self._memory, rank.slot), [(e.group, e.ranks, e.begun, e.state) for e in entries]
-            before, since_s = self._unchanged.get(rank.rank, (None, now_s))
-            if self._works(rank) or numbers != before:
-                since_s = now_s
-            self._unchanged[rank.rank] = numbers, since_s
-            if not awaited and now_s - since_s >= self.limit_s:
-                waits[str(rank.rank)] = since_s
-        self._waits = waits
-        return waits
+            progress = pages.progress(self._memory, rank.slot)
+            before, number, since_s = self._progress.get(rank.rank, (b"", 0, now_s))
+            if progress != before:
+                number, since_s = number + 1, now_s
+            self._progress[rank.rank] = progress, number, since_s
+            if now_s - since_s >= (self.limit_s or 0.0):
+                quiet[rank.rank, number] = since_s
+        return quiet
 
-    def _works(self, rank: WatchedRank) -> bool:
-        """Whether the rank's main thread has computed since the last call, or within two seconds."""
-        ticks = rank.process.cpu_ticks()
-        before, since_s = self._ticks.get(rank.rank, (ticks, self._now_s))
-        works = ticks - before > IDLE_TICKS
-        is_over = works or self._now_s - since_s >= _IDLE_S
-        self._ticks[rank.rank] = (ticks, self._now_s) if is_over else (before, since_s)
-        return works
+    def _begin(self, now_s: float) -> None:
+        self._begun_s, self._views = now_s, {}
+        self._awaited = {_OWN, *self._hosts.send("look")}
+        self._look_at_own(now_s)
 
-    def waits_for(self, others: list[WatchedRank], *, at_least_s: float) -> bool:
-        """Whether another rank of this host waits for one of ``others``, which begin no collective any more."""
-        known = [self._view(rank, None) for rank in others]
-        waiting = (self._view(rank, None) for rank in self._ranks.at_work if rank not in others)
-        return any(waits_for(view, known, at_least_s=at_least_s) for view in waiting)
-
-    def look(self) -> None:
-        """Asks all ranks but the lost ones for their stacks; one look at a time, until :meth:`seen` returns it."""
-        if self._asked is None:
-            self._until_s = time.monotonic() + _ANSWER_S
-            present = [rank for rank in self._ranks if rank.lost_since_s is None]
-            self._asked = [(r, None if _gone(r) else Question(r.process, r.stack_signal)) for r in present]
-
-    def seen(self) -> list[View] | None:
-        """The ranks at a look, once all have answered or their time is over; None before, and without a look."""
-        if self._asked is None:
+    def _compare(self, quiet: Quiet, now_s: float, limit_s: float) -> Found | None:
+        self._begun_s, self._looked_at, self._again_s = None, quiet, now_s + limit_s
+        found, before = mismatch(self._views), self._suspected
+        self._suspected = found
+        if found and found != before:
+            self._begin(now_s)
             return None
-        questions = [question for _, question in self._asked if question is not None]
-        if time.monotonic() < self._until_s and not all(question.is_answered() for question in questions):
+        waits = {key: since_s for key, since_s in quiet.items() if key[0] in self._views and calls(self._views[key[0]])}
+        if waits and (found or not self._reported):
+            self._reported = waits
+            show(hang_report(self._views, waited_s=now_s - min(waits.values()), limit_s=limit_s))
+        if not found:
             return None
-        asked, self._asked = self._asked, None
-        return [self._view(rank, question) for rank, question in asked]
+        return Found(Failure(f"{mismatch_text(found, self._views)}. {_FIX}", host=host_name()), now_s)
 
-    def _view(self, rank: WatchedRank, question: Question | None) -> View:
-        entries = read_entries(self._memory, rank.slot)
-        return View(
-            rank=rank.rank,
-            host=host_name(),
-            pid=rank.process.pid,
-            step=read_steps(self._memory, rank.slot),
-            entries=tuple(e._replace(since_s=self._now_s - max(e.since_s, self._restarted_s)) for e in entries),
-            stacks=Stacks(_gone(rank)) if question is None else question.answer(),
-            main_thread=0 if rank.stack_signal is None else rank.stack_signal.main_thread,
-            gone=_gone(rank),
-            cpu_ticks=rank.process.cpu_ticks(),
+    # Looks at the ranks of this host
+
+    def _look_at_own(self, now_s: float) -> None:
+        self._look, self._answer_s = self._look + 1, now_s + _ANSWER_S
+        self._ask(self._look)
+
+    def _have_answered(self, without: int | None = None) -> bool:
+        """Whether all ranks that can answer have done so."""
+        able = [rank for rank in self._ranks.at_work if rank.rank != without and rank.process.state() == RUNNING]
+        return all(pages.read_line(self._memory, rank.slot, self._look) is not None for rank in able)
+
+    def _view(self, rank: WatchedRank) -> View:
+        gone = "has finished" if rank.finished else "has ended" if rank.process.state() == ENDED else ""
+        line = pages.read_line(self._memory, rank.slot, self._look) or ("", "")
+        # After the line: a rank that waits now has answered from there.
+        entries = pages.read_entries(self._memory, rank.slot)
+        ages = tuple(entry._replace(since_s=clock_s() - entry.since_s) for entry in entries)
+        step = pages.read_steps(self._memory, rank.slot)
+        return View(rank.rank, host_name(), rank.process.pid, step, *line, gone, ages)
+
+    # Failures
+
+    def waits_for(self, others: list[WatchedRank]) -> bool:
+        """Whether another rank of this host waits for a message, or for ``others``, which begin no collective."""
+        known = {rank.rank: self._view(rank) for rank in others}
+        waiting = [self._view(rank) for rank in self._ranks.at_work if rank not in others]
+        return any(
+            call.since_s >= _MAY_RAISE_S
+            and (call.operation not in COLLECTIVES or bool(absent(call, [view.rank], known)))
+            for view in waiting
+            for call in calls(view)
         )
 
-    def last_waits(self, *, failed: int | None, now_s: float) -> list[str]:
+    def last_waits(self, failed: int | None, now_s: float) -> list[str]:
         """The collectives in which the ranks wait or, once the failure has reached them, have waited.
 
         Call it before the ranks are informed of the failure; it takes up to 0.4 s, on a busy machine more. The rank
         ``failed`` waits for no other.
         """
-        found: list[tuple[WatchedRank, Entry, Question | None]] = []
-        for rank in self._ranks.at_work:
-            entries = [e for e in read_entries(self._memory, rank.slot) if e.state in (AWAITED, BROKEN)]
-            if entries and rank.rank != failed:
-                entry = min(entries, key=lambda e: (e.state != AWAITED, e.since_s))
-                waits = entry.state == AWAITED
-                found.append((rank, entry, Question(rank.process, rank.stack_signal) if waits else None))
+        self._look_at_own(now_s)
         for _ in range(_LOOKS):
-            if all(question is None or question.is_answered() for *_, question in found):
+            if self._have_answered(without=failed):
                 break
             time.sleep(_PAUSE_S)
         lines = []
-        for rank, entry, question in sorted(found, key=lambda each: each[0].rank):
-            answer = None if question is None else question.answer()
-            # A rank that the failure has reached meanwhile answers from another place, and has noted the one before.
-            again = read_entries(self._memory, rank.slot)
-            now = [e for e in again if (e.group, e.number) == (entry.group, entry.number)]
-            noted = next((e.place for e in now if e.state == BROKEN), entry.place)
-            place = noted or (answer.place if answer is not None and answer.main else "")
-            waited_s = max(0.0, now_s - entry.since_s)
-            where = f", {place}" if place else ""
-            lines.append(f"rank {rank.rank} waited in {entry.name} for {waited_s:.1f} s{where}")
-        return in_message(lines)
-
-
-def in_message(lines: list[str]) -> list[str]:
-    """The lines, cut to fit into a message beside a failure."""
-    return [line[:_MAX_LINE] for line in lines[:_MAX_MESSAGE_LINES]]
-
-
-def _gone(rank: WatchedRank) -> str:
-    if rank.finished:
-        return "it has finished"
-    return "it has ended" if rank.process.state() == ENDED else ""
+        for view in sorted(self._view(rank) for rank in self._ranks.at_work if rank.rank != failed):
+            found = [entry for entry in view.entries if entry.state in (pages.AWAITED, pages.BROKEN)]
+            for entry in sorted(found, key=lambda each: (each.state, -each.since_s))[:1]:
+                # A rank that the failure has reached meanwhile has answered from another place.
+                where = f", {view.place}" if entry.state == pages.AWAITED and view.place else ""
+                lines.append(f"rank {view.rank} waited in {entry.name} for {entry.since_s:.1f} s{where}"[:_MAX_LINE])
+        return lines[:_MAX_LINES]

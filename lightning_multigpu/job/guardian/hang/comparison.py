@@ -1,0 +1,148 @@
+"""The comparison of all ranks' collectives, and the report that it makes: pure functions of what was seen of each rank.
+
+::
+
+    rank 0   all_reduce #6 of group data     rank 1 never came to it
+    rank 1   barrier #9 of group world       rank 0 never came to it: neither can come before the other goes on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
+
+from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, UNDER_WAY, Entry, parse_ranks
+
+_MAX_RANKS = 32
+# Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
+COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
+_POINT_TO_POINT = ("pipeline", "checkpoint")
+
+
+class View(NamedTuple):
+    """One rank, as its host's guardian has seen it.
+
+    Attributes:
+        place: the most useful line of its main thread; empty if it has not answered.
+        own: the collective of torch in which the main thread's stack ends, or empty.
+        gone: why it takes part in no collective any more ("has finished"), or empty.
+        entries: the rows of its page; here ``since_s`` counts seconds back from now, since the clocks of hosts differ.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    place: str = ""
+    own: str = ""
+    gone: str = ""
+    entries: tuple[Entry, ...] = ()
+
+    @classmethod
+    def from_message(cls, values: Sequence[Any]) -> View:
+        """The view that another host has sent as a list of JSON values."""
+        return cls(*values)._replace(entries=tuple(Entry(*entry) for entry in values[-1]))
+
+
+class Waiting(NamedTuple):
+    """A collective, the ranks that wait in it, and those that certainly have not come to it."""
+
+    call: Entry
+    there: list[View]
+    absent: list[int]
+
+
+def calls(view: View) -> list[Entry]:
+    """The collectives in which a rank waits: those that it has noted, else the one that its stack shows, number 0."""
+    if view.gone:
+        return []
+    noted = [entry for entry in view.entries if entry.state == AWAITED]
+    return noted or [Entry(AWAITED, 0, 0, 0.0, view.own, "", "")] * bool(view.own)
+
+
+def absent(call: Entry, there: Collection[int], views: Mapping[int, View]) -> list[int]:
+    """The ranks that certainly have not come to ``call``, or have come with another operation."""
+    if not call.number:
+        # Only the stack shows it, and not its group: several ranks may be all of the group.
+        return [rank for rank in views if rank not in there] if len(there) == 1 else []
+    if call.operation not in COLLECTIVES or call.group in _POINT_TO_POINT:
+        return []
+    members = parse_ranks(call.ranks) or views
+    return [rank for rank in members if rank in views and rank not in there and _is_elsewhere(views[rank], call)]
+
+
+def _is_elsewhere(view: View, call: Entry) -> bool:
+    entry = next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
+    if entry is None or entry.state not in (UNDER_WAY, AWAITED):
+        return entry is None or entry.begun < call.number
+    # A thread that is at an earlier collective of the group may still come.
+    is_only = (entry.state, entry.begun, entry.number) == (
+        AWAITED,
+        call.begun,
+        call.number,
+    ) and call.begun == call.number
+    return is_only and entry.operation != call.operation
+
+
+def compare(views: Mapping[int, View]) -> list[Waiting]:
+    """The collectives in which ranks wait."""
+    found: dict[Entry, list[View]] = {}
+    for _, view in sorted(views.items()):
+        for call in calls(view):
+            found.setdefault(call._replace(since_s=0.0), []).append(view)
+    return [Waiting(call, there, absent(call, {view.rank for view in there}, views)) for call, there in found.items()]
+
+
+def mismatch(views: Mapping[int, View]) -> list[tuple[int, str]]:
+    """Two ranks that wait for each other, and their different collectives; empty if there are none."""
+    for pair in combinations(compare(views), 2):
+        ranks = [
+            [(view.rank, one.call.name) for view in one.there if view.rank in other.absent]
+            for one, other in (pair, pair[::-1])
+        ]
+        if all(ranks):
+            return [each[0] for each in ranks]
+    return []
+
+
+def mismatch_text(found: list[tuple[int, str]], views: Mapping[int, View]) -> str:
+    """The verdict about two such ranks."""
+    named = ", ".join(f"rank {rank} {name} ({views[rank].place})" for rank, name in found)
+    return f"ranks have called different collectives, and cannot go on: {named}"
+
+
+def hang_report(views: Mapping[int, View], *, waited_s: float, limit_s: float) -> str:
+    """The text of a report: the verdict, and a table of the ranks, first those that wait in no collective."""
+    if found := mismatch(views):
+        outcome, verdict = "The run ends", [mismatch_text(found, views)]
+    else:
+        outcome, verdict = "The run goes on; this is only a report", [_missing(each, views) for each in compare(views)]
+    lines = [f"{line[0].upper()}{line[1:]}." for line in verdict]
+    rows = [("rank", "host", "pid", "step", "waits in", "main thread")]
+    for view in sorted(views.values(), key=lambda view: (bool(calls(view)), view.rank))[:_MAX_RANKS]:
+        waits = "; ".join(c.name + f" for {c.since_s:.0f} s" * bool(c.number) for c in calls(view)) or view.gone or "-"
+        place = view.place or "does not answer: it is stopped, or in C code that holds Python's lock"
+        rows.append((str(view.rank), view.host, str(view.pid), str(view.step), waits, place))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    lines += [f"and {len(views) - _MAX_RANKS} more ranks"] * (len(views) > _MAX_RANKS)
+    heading = f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). {outcome}."
+    return "".join(f"{line}\n" for line in [heading, *(f"  {line}" for line in lines)])
+
+
+def _missing(waiting: Waiting, views: Mapping[int, View]) -> str:
+    """The ranks that never came to a collective."""
+    name = waiting.call.name
+    if waiting.absent:
+        return f"{_ranks(waiting.absent)} never came to {name}"
+    if unknown := [rank for rank in parse_ranks(waiting.call.ranks) if rank not in views]:
+        return f"{name} has members of which nothing is known: {_ranks(unknown)}"
+    return f"no rank is known to be missing in {name}: messages may be slow or lost"
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > _MAX_RANKS:
+        return f"{len(ranks)} ranks"
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

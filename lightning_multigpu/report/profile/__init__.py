@@ -1,1 +1,0 @@
-"""A profile as a document, a page and text."""
