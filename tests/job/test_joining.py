@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -171,28 +172,22 @@ def test_a_secret_that_can_be_guessed() -> None:
     assert job_secret({}) is None
 
 
-@pytest.mark.parametrize("found", [{"10.77.0.2": "No route to host"}, {}], ids=["a route is missing", "once only"])
-def test_a_rank_that_finds_no_way_names_both_ends(found: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("remote", "other"),
+    [(", remote=[10.77.0.2]:4711", "rank 1 (host h1, node 1, pid 101)"), ("", "another rank")],
+    ids=["a newer Gloo", "an older one"],
+)
+def test_a_rank_that_finds_no_way_says_so(remote: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 33 hosts, rank 27 got "No route to host" and waited; rank 11, who saw that connection close, was blamed."""
-    asked: list[str] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(joining, "unreachable", lambda addresses, timeout_s: asked.extend(addresses) or found)
     way = Joining(FailureWatch(RunSignals()))
     way._arrivals = [Arrival(r, f"h{r}", r, 100 + r, 3, {}, f"10.77.0.{r + 1}") for r in range(3)]
     way._deadline_s = time.monotonic() + 60
     run: Any = SimpleNamespace(rank=2, join_timeout_s=60.0)
-    with pytest.raises(ConnectionError) as caught, way.limited(run):
-        raise RuntimeError("[gloo/transport/tcp/socket.cc:142] connect: No route to host")
-    assert sorted(asked) == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    expected = f"^no way to {re.escape(other)}: .*No route to host"
+    with pytest.raises(ConnectionError, match=expected) as caught, way.limited(run):
+        raise RuntimeError(f"[gloo/transport/tcp/socket.cc:142] connect: No route to host{remote}")
     assert not _is_connection_loss(caught.value), "it is told at once, before those who only see connections close"
-    own, other = "rank 2 (host h2, node 2, pid 102)", "rank 1 (host h1, node 1, pid 101)"
-    if found:
-        assert str(caught.value).startswith(
-            f"{own} cannot connect to 10.77.0.2, the address of {other}: No route to host"
-        )
-    else:
-        assert str(caught.value).startswith(f"{own} could not connect to another rank")
-        assert "neighbour table overflow" in str(caught.value)
 
 
 @pytest.mark.parametrize(("address", "name"), [("10.0.0.3", "node 2 (host c)"), ("10.1.0.3", "10.1.0.3")])
