@@ -229,13 +229,14 @@ class Joining:
         )
 
 
-def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
+def start_guardian(run: RunContext, address: str | None = None, *, owner_stays: bool = False) -> Guardian:
     """Starts the guardian of this host, at a random address for ranks that this process is about to start."""
     return Guardian.start(
         num_ranks=run.ranks_per_host,
         failure_timeout_s=run.failure_timeout_s,
         hang_report_s=run.hang_report_s,
         address=address,
+        owner_stays=owner_stays,
     )
 
 

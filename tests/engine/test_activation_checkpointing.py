@@ -238,15 +238,23 @@ def test_layers_that_cannot_be_computed_again_are_refused() -> None:
     ):
         module(torch.ones(1, 3))
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
-    for reentrant in (True, False):
-        with (
-            pytest.raises(RecomputationError, match=r"^0 is called within torch.utils.checkpoint.*leave the"),
-            again_of(module).installed(module),
-        ):
-            checkpoint(module, torch.ones(1, 3, requires_grad=True), use_reentrant=reentrant)
     compiled = nn.ModuleDict({"net": torch.compile(module, backend="eager")})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"^net is compiled as a whole.*layer.compile\(\)"):
         again_of(compiled, [nn.Linear])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_within_torchs_own_checkpoint_gradients_are_the_same(reentrant: bool) -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), nn.Linear(3, 3))
+    found = []
+    for recomputation in (nullcontext(), again_of(module).installed(module)):
+        x = torch.ones(4, 3, requires_grad=True)
+        torch.manual_seed(0)
+        with recomputation:
+            checkpoint(module, x, use_reentrant=reentrant).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in module.parameters())])
+        module.zero_grad()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_compiled_layers_are_computed_again() -> None:

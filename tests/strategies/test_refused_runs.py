@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
 from tests.strategies.tasks import (
     Case,
@@ -62,20 +63,42 @@ class Further(BatchSampler):
         super().__init__(sampler, batch_size, drop_last)
 
 
-def fit_with_own_batches(name: str) -> None:
+class Own(BatchSampler):
+    """Made as torch's is."""
+
+
+def fit_with_own_batches(name: str, kind: str) -> None:
     data = dataset(16)
-    loader: DataLoader[Any] = DataLoader(data, batch_sampler=Further(SequentialSampler(data), 4, False, None))
-    fit_module(Classifier(), name, 2, Case(), loader)
+    some, all_of_them = SubsetRandomSampler(range(8)), SequentialSampler(data)
+    batches: dict[str, Any] = {
+        "further argument": Further(all_of_them, 4, False, None),
+        "torch's own": BatchSampler(some, 4, False),
+        "sampler of some samples": Own(some, 4, False),
+    }
+    fit_module(Classifier(), name, 2, Case(), DataLoader(data, batch_sampler=batches[kind]))
 
 
 def predict_few(name: str, loader: DataLoader[Any]) -> Any:
     return make_trainer(Case(), make_strategy(name), 2).predict(Classifier(), loader)
 
 
-def test_a_batch_sampler_with_a_further_argument(world2: World) -> None:
-    """Lightning makes it anew without that argument: a TypeError that named no way out."""
-    words = r"Further cannot get the ranks' sampler.*\(weights\): .*use_distributed_sampler=False"
-    world2.run_raising(ValueError, words, fit_with_own_batches, "ring_ddp")
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("further argument", r"Further cannot get the ranks' sampler.*\(weights\): .*use_distributed_sampler=False"),
+        (
+            "torch's own",
+            r"batch_sampler=BatchSampler.*pass batch_size=4, drop_last=False and the samplerLo",
+        ),
+        (
+            "sampler of some samples",
+            r"all samples in the place of the SubsetRandomSampler of Own: .*=False",
+        ),
+    ],
+)
+def test_a_batch_sampler_that_lightning_does_not_keep(kind: str, words: str, world2: World) -> None:
+    """A TypeError that named no way out, batches of one sample, and an epoch of all samples instead of eight."""
+    world2.run_raising(ValueError, words, fit_with_own_batches, "ring_ddp", kind)
 
 
 def test_fewer_samples_to_predict_than_ranks(world2: World) -> None:
@@ -127,10 +150,18 @@ def test_batches_that_were_drawn_before_ranks_share_them(world2: World) -> None:
     assert not second, "rank 0 says it"
 
 
-def fit_accumulating() -> None:
-    fit_module(Classifier(), "ring_ddp", 2, Case(trainer={"accumulate_grad_batches": 1 + rank()}))
+def fit_accumulating(by_epoch: bool) -> None:
+    batches = 1 + rank()
+    options = {"callbacks": [GradientAccumulationScheduler({1: batches})]} if by_epoch else {}
+    fit_module(Classifier(), "ring_ddp", 2, Case(), accumulate_grad_batches=1 if by_epoch else batches, **options)
 
 
-def test_ranks_that_accumulate_differently(world2: World) -> None:
-    words = "are not set up alike: accumulate_grad_batches: 1 on rank 0; 2 on rank 1"
-    world2.run_raising(RuntimeError, words, fit_accumulating)
+@pytest.mark.parametrize(
+    ("by_epoch", "words"),
+    [
+        (False, "accumulate_grad_batches: 1 on rank 0; 2 on rank 1"),
+        (True, r"GradientAccumulationScheduler: \{0: 1, 1: 1\} on rank 0; \{0: 1, 1: 2\} on rank 1"),
+    ],
+)
+def test_ranks_that_accumulate_differently(by_epoch: bool, words: str, world2: World) -> None:
+    world2.run_raising(RuntimeError, f"are not set up alike: {words}", fit_accumulating, by_epoch)

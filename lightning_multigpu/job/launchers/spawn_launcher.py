@@ -106,8 +106,7 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _run_ranks(self, task: _Task) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         limit_later_exit(None)
-        guardian = start_guardian(self.run)
-        guardian.shows()
+        guardian = start_guardian(self.run, owner_stays=True)
         ranks: _Ranks | None = None
         try:
             try:
@@ -191,13 +190,13 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    ``in_full``: the failure is this rank's own. ``all_raised``: all ranks have raised it. ``checkpoint`` is the file
-    to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
+    ``in_full``: the failure is this rank's own. ``is_common_error``: all ranks have raised it. ``checkpoint`` is the
+    file to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
     """
 
     failure: Failure
     in_full: bool = False
-    all_raised: bool = False
+    is_common_error: bool = False
     checkpoint: str | None = None
     pickled: bytes = b""
 
@@ -256,7 +255,7 @@ class _Task:
             pickled = b""
             with contextlib.suppress(Exception):
                 pickled = pickle.dumps(error) if watch.failure.pid == os.getpid() else b""
-            failed = _Failed(watch.failure, report.in_full, report.show is None, self._checkpoint(), pickled)
+            failed = _Failed(watch.failure, report.in_full, report.print_failure is None, self._checkpoint(), pickled)
             answers.send_bytes(pickle.dumps(failed))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
@@ -341,11 +340,11 @@ class _Ranks:
             failed = [_Failed(failure)]
         first = min(failed, key=lambda each: not each.in_full)
         error = _exception_of(first)
-        show = None if first.all_raised else self._guardian.show
+        print_failure = None if first.is_common_error else self._guardian.print_failure
         limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
+        report = FailureReport(first.failure, first.in_full, print_failure, lambda: first.checkpoint, limit)
         print_if_uncaught(error, report)
-        self._guardian.raises()
+        self._guardian.may_print()
         weakref.finalize(report, self._guardian.stop)
         raise error from None
 

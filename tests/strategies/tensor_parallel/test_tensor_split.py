@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -210,6 +211,30 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
             found = {each.group: each.count for each in result["sent"] if each.operation == "all_reduce"}
             assert found[f"{layer}.o_proj"] == found[f"{layer}.q_proj"] == 1
             assert f"{layer}.k_proj" not in found
+
+
+def saved(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import save_file
+
+    def save(trainer: L.Trainer, module: Any) -> None:
+        module.model.save_pretrained(path)
+        whole = {name: trainer.strategy.whole(value) for name, value in module.model.state_dict().items()}  # type: ignore[attr-defined]
+        if trainer.is_global_zero:
+            save_file(whole, path / "by_hand.safetensors")
+
+    task = Task(MODELS["gpt2"])
+    fit_module(task, "tensor_split", 2, CASE, text(), callbacks=[LambdaCallback(on_train_epoch_end=save)])
+    return {name.removeprefix("model."): value for name, value in state(task).items()}
+
+
+def test_models_of_hugging_face_are_saved_whole(world2: World, tmp_path: Path) -> None:
+    """``save_pretrained`` looks at addresses in memory, which was refused, and writes on the first rank alone."""
+    from safetensors.torch import load_file
+
+    expected = world2.run(saved, tmp_path)[0]
+    torch.testing.assert_close(load_file(tmp_path / "by_hand.safetensors"), expected)
+    del expected["lm_head.weight"]  # which is the embedding's
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), expected)
 
 
 @pytest.mark.parametrize(
