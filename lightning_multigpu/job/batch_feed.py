@@ -150,8 +150,7 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
     """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
 
     Raises:
-        ValueError: a batch sampler cannot be made anew, or its own sampler would be lost; or fewer samples, or whole
-            batches, are to predict than ranks.
+        ValueError: Lightning would lose a batch sampler or its own sampler, or there are too few samples to predict.
     """
     for loader in given_loaders(trainer):
         kind = type(loader.batch_sampler)

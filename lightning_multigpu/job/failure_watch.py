@@ -188,35 +188,33 @@ class FailureWatch:
     def prints_failure(self, run: RunContext) -> bool:
         """Whether this rank has the failure printed: the first of its host has, and the one that has failed.
 
-        Another rank would be quicker than the first, which waits for it, and its traceback would come after the last
-        lines. It asks if the first has died.
+        Another rank would be quicker than the first, whose traceback would come after the last lines; it does so if the
+        first has died. No rank does where the failure is the program's, or the job goes on.
         """
-        assert self.failure is not None
+        if self.failure is None or self.is_common_error or self.is_lost:
+            return False
         first_has_died = self.failure.rank == run.rank - run.local_rank and not self.failure.traceback
         return run.local_rank == 0 or self.failure.rank == run.rank or first_has_died
 
     def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
         """What this rank prints about the failure, if nobody catches its exception."""
-        failure = self.failure
+        failure, prints = self.failure, self.prints_failure(run)
         assert failure is not None
         is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
         # Ranks that cannot join all raise the same exception.
         alike = self._cannot_join or self.is_common_error
         in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.is_common_error)
-        checkpoint = None
         # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
         advises = run.node_rank == 0 or (in_full and not isinstance(run.environment, LightningEnvironment))
-        if advises and not self.is_lost and not (self.is_common_error and run.rank) and has_trained(trainer):
-            checkpoint = partial(last_checkpoint_of, trainer)
-        print_failure: Callable[[str], bool] | None = None
-        if not (self.is_common_error or self.is_lost):
-            print_failure = (
-                partial(_print_failure, self.client, is_first=run.local_rank == 0)
-                if self.prints_failure(run)
-                else _printed_by_others
-            )
-        limit = partial(limit_exit, run.failure_timeout_s, self._failed_s)
-        return FailureReport(failure, in_full, print_failure, checkpoint, limit)
+        is_last = prints or (self.is_common_error and run.rank == 0)
+        return FailureReport(
+            failure,
+            in_full,
+            # A terminal shows its prompt when the first rank has ended.
+            partial(_print_failure, self.client, waits=run.local_rank == 0) if prints else None,
+            partial(last_checkpoint_of, trainer) if is_last and advises and has_trained(trainer) else None,
+            partial(limit_exit, run.failure_timeout_s, self._failed_s),
+        )
 
     @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
@@ -306,14 +304,9 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
             sys.stderr.write(f"{advice}\n")
 
 
-def _print_failure(client: GuardianClient | None, advice: str, *, is_first: bool) -> bool:
+def _print_failure(client: GuardianClient | None, advice: str, *, waits: bool) -> bool:
     """Has the guardian print the failure; False without one."""
-    # A terminal shows its prompt when the first rank has ended.
-    return client is not None and client.print_failure(advice, waits=is_first)
-
-
-def _printed_by_others(advice: str) -> bool:
-    return True
+    return client is not None and client.print_failure(advice, waits=waits)
 
 
 def _is_connection_loss(error: BaseException) -> bool:

@@ -9,8 +9,8 @@ from statistics import median_low
 
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import CommonStep, Pushes, RankFigures
-from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
+from lightning_multigpu.planning.rank_figures import CommonStep, RankFigures
+from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 SMALLEST_SHARE = 0.05
@@ -70,7 +70,7 @@ def diagnose(
     found = [
         *_input(step),
         *(_straggler(step) if pipeline is None else ()),
-        *_communication(step, strategy, len(shards), nodes, asynchronous=asynchronous),
+        *_communication(step, strategy, nodes),
         *_callbacks(step),
         *_reads(step),
         *_small_batches(step),
@@ -141,10 +141,8 @@ def _straggler(step: CommonStep) -> Iterator[Finding]:
     )
 
 
-def _communication(
-    step: CommonStep, strategy: StrategyOptions, num_servers: int, num_nodes: int, *, asynchronous: bool
-) -> Iterator[Finding]:
-    remedies = _communication_remedies(step, strategy, num_servers, num_nodes, asynchronous=asynchronous)
+def _communication(step: CommonStep, strategy: StrategyOptions, num_nodes: int) -> Iterator[Finding]:
+    remedies = _communication_remedies(step, strategy, num_nodes)
     worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step.seconds), reverse=True)
     if not step.exposed_s or not worth:
         return
@@ -163,35 +161,18 @@ def _communication(
     )
 
 
-def _communication_remedies(
-    step: CommonStep, strategy: StrategyOptions, num_servers: int, num_nodes: int, *, asynchronous: bool
-) -> dict[str, float]:
-    """The remedies as sentences without a full stop, with the seconds of a step that each saves.
-
-    Servers and ranks use both directions of a link at the same time: weights of a bucket come back while the next
-    bucket of gradients is sent. With B buckets whose gradients take P together::
-
-        gradients   [b3][b2][b1][b0]
-        weights         [b3][b2][b1][b0]
-        seconds      P  +  P / B
-    """
-    ranks, gradients_s = step.ranks, step.exposed_part_s("gradients")
+def _communication_remedies(step: CommonStep, strategy: StrategyOptions, num_nodes: int) -> dict[str, float]:
+    """The remedies as sentences without a full stop, with the seconds of a step that each saves."""
+    gradients_s = step.exposed_part_s("gradients")
     per_step_s = step.exposed_s - step.exposed_part_s("activations")
     often = "Use batches of twice the size"
     if gradients_s >= per_step_s / 2:
         batches = 2 * step.first_to_wait.batches
         often = f"Communicate half as often: Trainer(accumulate_grad_batches={batches}), or batches of twice the size"
     remedies = {f"{often} (the time is for as many samples as now)": per_step_s / 2}
-    if num_nodes == 1:
-        return remedies | _another_strategy(step)
-    pushes = max((rank.pushes for rank in ranks if rank.pushes is not None), key=lambda p: p.seconds, default=None)
-    if compressed := strategy.with_compression():
+    if num_nodes > 1 and (compressed := strategy.with_compression()):
         saving_s = min(gradients_s, _BF16 * (gradients_s + step.first_to_wait.hidden_s))
         remedies[f"Send half of the bytes between hosts: {compressed}"] = saving_s
-    if num_servers == 1 and pushes is not None and not asynchronous:
-        remedies['Average gradients around a ring, which no server\'s link holds up: strategy="ring_ddp"'] = min(
-            step.exposed_s, pushes.seconds - _around_a_ring(pushes, len(ranks))
-        )
     return remedies | _another_strategy(step)
 
 
@@ -204,14 +185,6 @@ def _another_strategy(step: CommonStep) -> dict[str, float]:
     all_reduce_s = ring_all_reduce_s(len(step.ranks), model_bytes, Link(0.0, 1 / least.activations_rate))
     remedy = 'If the model fits on one device, average its gradients instead: strategy="ring_ddp"'
     return {remedy: max(0.0, activations_s - all_reduce_s)}
-
-
-def _around_a_ring(pushes: Pushes, num_ranks: int) -> float:
-    """Seconds of an all-reduce over the same links, which take P for the gradients of all ranks to one server."""
-    link, buckets = Link(0.0, 1.0), max(1.0, pushes.count)
-    gradients_s = pushes.seconds * buckets / (buckets + 1)  # P of the picture
-    ring_s, server_s = ring_all_reduce_s(num_ranks, 1.0, link), servers_s(num_ranks, 1, 1.0, 1, link, link)
-    return gradients_s * ring_s / server_s
 
 
 def _callbacks(step: CommonStep) -> Iterator[Finding]:

@@ -32,7 +32,6 @@ class RankFigures:
             "activations" for transfers of split layers.
         activations_rate: bytes per second of the transfers of split layers.
         transfers: between ranks, in a step.
-        pushes: to parameter servers over a network; absent without any.
         is_metered: whether its strategy measures transfers.
         batches: batches of an optimizer step.
         data_workers: worker processes of its DataLoader; absent if unknown.
@@ -53,7 +52,6 @@ class RankFigures:
     waits_s: Mapping[str, float] = field(default_factory=dict)
     activations_rate: float = 0.0
     transfers: Sequence[TransferSums] = ()
-    pushes: Pushes | None = None
     is_metered: bool = True
     batches: int = 1
     data_workers: int | None = None
@@ -136,19 +134,6 @@ class OperatorTime(NamedTuple):
     calls: int
     cpu_s: float
     gpu_s: float
-
-
-@dataclass(frozen=True)
-class Pushes:
-    """What a rank and parameter servers exchange over a network in a step.
-
-    Attributes:
-        seconds: from the first push of gradients to the last weights.
-        count: the number of pushes; each is answered by as many bytes of weights.
-    """
-
-    seconds: float
-    count: float
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.planning.diagnosis import SMALLEST_SHARE, Finding
+from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.numbers import BYTES, ms, number, size
 from lightning_multigpu.planning.pipelines.timeline import bubble, usage
 from lightning_multigpu.planning.rank_figures import RankFigures
@@ -17,8 +17,6 @@ from lightning_multigpu.report.document import Profile, RunDocument
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
-BETWEEN_STAGES = "between stages"
-"""The purpose of messages between the stages of a pipeline."""
 SAMPLES, STEP, EXPOSED = "throughput/samples_per_sec", "throughput/step_ms", "communication/exposed_ms"
 _RUN_FIGURES = {
     SAMPLES: ("throughput", "samples/s"),
@@ -130,15 +128,10 @@ def _cost_of_communication(report: RunDocument) -> list[str]:
     if not {EXPOSED, STEP} <= metrics.keys():
         return []
     exposed_ms, step_ms = (metrics[key]["mean"] for key in (EXPOSED, STEP))
-    share = exposed_ms / step_ms
-    found = [f"A step takes {number(step_ms)} ms: ranks wait for communication for {100 * share:.1f} % of their time."]
-    carries_activations = report.tensor_split is not None or BETWEEN_STAGES in (report.communication_ms or {})
-    if share >= 2 * SMALLEST_SHARE and not carries_activations:  # they travel with each batch, however large
-        found.append(
-            f"With batches of twice the size, {number(step_ms - exposed_ms / 2)} ms are predicted for as many samples. "
-            "ProfilerReport looks for the cause."
-        )
-    return found
+    return [
+        f"A step takes {number(step_ms)} ms: ranks wait for communication for {100 * exposed_ms / step_ms:.1f} % of "
+        "their time. ProfilerReport tells what would make it shorter."
+    ]
 
 
 def saving(profile: Profile, finding: Finding) -> str:

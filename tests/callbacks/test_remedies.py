@@ -17,7 +17,7 @@ from lightning_multigpu import STRATEGIES, HybridStrategy, ParameterServerStrate
 from lightning_multigpu.callbacks.strategy_identity import strategy_options
 from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import LaunchQueue, Pushes, RankFigures, ReadValues
+from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, ReadValues
 from tests.strategies.tasks import make_strategy
 
 WORK = {"data_wait": 0.03, "forward": 0.02, "backward": 0.02, "communication": 0.2, "callbacks": 0.02, "other": 0.03}
@@ -34,7 +34,7 @@ def remedies(strategy: Any, *, num_nodes: int = 2) -> dict[str, str]:
             rank=rank, host="a", node=rank % num_nodes, phases_s={**WORK, "forward": 0.02 + 0.03 * rank},
             callbacks_s={"Slow.on_train_batch_end": 0.02}, hidden_s=0.1, data_workers=0, parameters_bytes=9,
             waits_s={"gradients": 0.1, **({"activations": 0.1} if split else {})}, activations_rate=1e12,
-            pushes=Pushes(0.2, 2.0) if served else None, reads=(ReadValues("train.py(7): f", 9, 0.02),),
+            reads=(ReadValues("train.py(7): f", 9, 0.02),),
             launches=LaunchQueue(9, 0.001, 0),
         )
         for rank in range(2)

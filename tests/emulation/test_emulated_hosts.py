@@ -106,27 +106,6 @@ def test_hosts_reach_each_other_by_tcp_and_know_their_neighbours_for_good() -> N
             assert {line.split()[0] for line in known} == {other.address for other in hosts} - {host.address}
 
 
-REACHES = """
-import sys, types
-root = sys.modules["lightning_multigpu"] = types.ModuleType("lightning_multigpu")
-root.__path__ = [sys.argv[1]]
-root.communication = sys.modules["lightning_multigpu.communication"] = types.ModuleType("communication")
-root.communication.__path__ = [sys.argv[1] + "/communication"]
-from lightning_multigpu.communication.interface import unreachable
-print(unreachable(sys.argv[2:], timeout_s=2.0))
-"""
-
-
-def test_an_address_without_a_way_is_told_from_one_that_refuses() -> None:
-    """A rank that cannot connect while joining asks which addresses it finds no way to."""
-    with EmulatedHosts(3, bandwidth=None) as hosts:
-        hosts[2].namespace.run("ip", "route", "add", "unreachable", hosts[1].address)
-        package = str(Path(lightning_multigpu.__file__).parent)
-        addresses = [host.address for host in hosts]
-        found = run(hosts[2], [sys.executable, "-c", REACHES, package, *addresses, "192.0.2.1"])
-    assert found == f"{ {addresses[1]: 'No route to host', '192.0.2.1': 'Network is unreachable'} }\n"
-
-
 def test_hosts_know_each_other_by_name_and_themselves_by_the_name_of_the_machine() -> None:
     """The names of a SLURM node list must be found; a machine's own name usually means its loopback, which no other
     host reaches. Each rank's terminal showed c10d's warning of a hostname that cannot be retrieved."""

@@ -11,7 +11,7 @@ from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import predicted
-from lightning_multigpu.planning.rank_figures import LaunchQueue, Pushes, RankFigures, ReadValues
+from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, ReadValues
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 HEALTHY = {"data_wait": 0.001, "forward": 0.030, "backward": 0.060, "communication": 0.002, "optimizer": 0.005}
@@ -78,27 +78,6 @@ def test_hidden_transfers_are_beside_the_wait() -> None:
     assert "between ranks; 25.0 ms of other transfers are hidden behind computation." in finding.evidence
     [finding] = diagnose(ranks(*[{"communication": 0.080}] * 2))
     assert "; no others are hidden" in finding.evidence
-
-
-@pytest.mark.parametrize("buckets", [1.0, 8.0])
-def test_a_slow_link_to_a_parameter_server(buckets: float) -> None:
-    """Weights of a bucket come back while the next gradients go: gradients of 80 ms take 80 + 80 / buckets ms.
-
-    Around a ring they take 80 ms.
-    """
-    wait_s = 0.080 + 0.080 / buckets
-    waiting = ranks(*[{"communication": wait_s}] * 2, waits_s={"gradients": wait_s})
-    servers, even = StrategyOptions(class_name="ParameterServerStrategy"), 1
-
-    def remedy(num_servers: int, *, asynchronous: bool = False) -> str:
-        apart = [replace(rank, node=rank.rank, pushes=Pushes(wait_s, num_servers * buckets)) for rank in waiting]
-        [finding] = diagnose(apart, strategy=servers, shards=[even] * num_servers, asynchronous=asynchronous)
-        assert finding.saving_s == pytest.approx(wait_s / 2), "half as often saves most"
-        return finding.remedy
-
-    assert f'strategy="ring_ddp", {ms(0.096 + 0.080)} a step predicted' in remedy(1)
-    assert "ring_ddp" not in remedy(2), "their links share the bytes"
-    assert "ring_ddp" not in remedy(1, asynchronous=True), "that is another algorithm"
 
 
 def test_what_layers_send_within_a_batch_is_not_sent_less_often() -> None:

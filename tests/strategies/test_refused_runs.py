@@ -88,7 +88,7 @@ def predict_few(name: str, loader: DataLoader[Any]) -> Any:
         ("further argument", r"Further cannot get the ranks' sampler.*\(weights\): .*use_distributed_sampler=False"),
         (
             "torch's own",
-            r"batch_sampler=BatchSampler.*pass batch_size=4, drop_last=False and the samplerLo",
+            r"batch_sampler=BatchSampler.*pass batch_size=4, drop_last=False and the sampler to",
         ),
         (
             "sampler of some samples",

@@ -29,7 +29,7 @@ _STARTED: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script again for each further rank of this host, and watches those processes.
+    """Runs the script again for each further rank of this host; the guardian watches those processes.
 
     If torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function. ``check``
     raises if the run is impossible, before any process is started.

@@ -31,8 +31,7 @@ from lightning_multigpu._lightning_internals import (
     interrupt,
     set_num_threads_if_needed,
 )
-from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
-from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, has_trained
+from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian import Failure, Guardian
 from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
@@ -248,23 +247,18 @@ class _Task:
             if watch.failure is None:  # it has not joined
                 note_refusal(error, f"rank {run.rank}")
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
-            report = watch.report(run, None)
+            report = watch.report(run, self.trainer)
             if watch.is_lost:  # the process that has started the ranks goes on
                 report.print(error)
                 raise SystemExit(1) from None
             pickled = b""
             with contextlib.suppress(Exception):
                 pickled = pickle.dumps(error) if watch.failure.pid == os.getpid() else b""
-            failed = _Failed(watch.failure, report.in_full, report.print_failure is None, self._checkpoint(), pickled)
+            checkpoint = None if report.checkpoint is None else report.checkpoint()
+            failed = _Failed(watch.failure, report.in_full, watch.is_common_error, checkpoint, pickled)
             answers.send_bytes(pickle.dumps(failed))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
-
-    def _checkpoint(self) -> str | None:
-        """The file to resume from; only the ranks know where they save."""
-        if self.launcher.run.node_rank == 0 and has_trained(self.trainer):
-            return last_checkpoint_of(self.trainer)
-        return None
 
 
 def _exception_of(failed: _Failed) -> Exception:
@@ -341,8 +335,9 @@ class _Ranks:
         first = min(failed, key=lambda each: not each.in_full)
         error = _exception_of(first)
         print_failure = None if first.is_common_error else self._guardian.print_failure
+        checkpoint = next((each.checkpoint for each in failed if each.checkpoint), None)
         limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, print_failure, lambda: first.checkpoint, limit)
+        report = FailureReport(first.failure, first.in_full, print_failure, lambda: checkpoint, limit)
         print_if_uncaught(error, report)
         self._guardian.may_print()
         weakref.finalize(report, self._guardian.stop)

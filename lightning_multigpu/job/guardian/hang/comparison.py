@@ -66,11 +66,11 @@ def calls(view: View) -> list[Entry]:
 
 def absent(call: Entry, there: Collection[int], views: Mapping[int, View]) -> list[int]:
     """The ranks that certainly have not come to ``call``, or have come with another operation."""
+    if not call.operation.startswith(COLLECTIVES) or call.group in _POINT_TO_POINT:
+        return []
     if not call.number:
         # Only the stack shows it, and not its group: several ranks may be all of the group.
         return [rank for rank in views if rank not in there] if len(there) == 1 else []
-    if call.operation not in COLLECTIVES or call.group in _POINT_TO_POINT:
-        return []
     members = parse_ranks(call.ranks) or views
     return [rank for rank in members if rank in views and rank not in there and _is_elsewhere(views[rank], call)]
 
