@@ -113,11 +113,6 @@ def test_a_step_is_timed_and_counted(crowd: int, measured: Measured) -> None:
     assert 0 <= shares[0] <= shares[-1] <= 1
 
 
-def test_manual_optimization_has_the_same_phases(measured: Measured) -> None:
-    phases = measured(Manual).phases
-    assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
-
-
 def test_phases_within_each_other_count_once() -> None:
     """Of two steps, in seconds: the optimizer's step runs the closure, as Lightning does."""
     first = _Step(0.0, [("forward", 1.0, 3.0), ("backward", 3.0, 7.0), ("optimizer", 1.0, 8.0)], end=8.5)
@@ -152,19 +147,23 @@ def test_a_rank_of_split_layers_has_its_part_and_its_collectives(measured: Measu
 
 def test_split_layers_of_a_module_that_optimizes_manually(measured: Measured) -> None:
     """Its step runs in the trials too, and changes neither weights nor the states of the optimizer there."""
+    phases = measured(Manual).phases
+    assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
     found = measured(Manual, tensor_parallel_size=2)
     assert found.collectives == measured(Module, tensor_parallel_size=2).collectives
     assert found.held == measured(Module, tensor_parallel_size=2).held
 
 
-def test_a_module_whose_layers_cannot_be_split(measured: Measured) -> None:
-    with pytest.raises(LoneStepsError, match="no layer can be split"):
-        measured(WithoutPairs, tensor_parallel_size=2)
-
-
-def test_the_error_of_the_users_code_is_the_message(measured: Measured) -> None:
-    with pytest.raises(LoneStepsError, match="KeyError: 'a column'"):
-        measured(Failing, crowd=2)
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (WithoutPairs, {"tensor_parallel_size": 2}, "no layer can be split"),
+        (Failing, {"crowd": 2}, "KeyError: 'a column'"),
+    ],
+)
+def test_the_error_of_a_rank_is_the_message(module: Any, options: Any, words: str, measured: Measured) -> None:
+    with pytest.raises(LoneStepsError, match=words):
+        measured(module, **options)
 
 
 def test_a_rank_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,11 +133,14 @@ class Late(Classifier):
         pass
 
 
+def fit_naming_conv(module: L.LightningModule) -> None:
+    trainer = make_trainer(Case(), RingDDPStrategy(activation_checkpointing=["Conv2d"]), 2)
+    trainer.fit(module, DataLoader(dataset(8)))
+
+
 def test_what_does_not_exist_is_named_before_any_process_starts() -> None:
-    strategy = RingDDPStrategy(activation_checkpointing=["Conv2d"])
-    trainer = make_trainer(Case(), strategy, 2)
     with pytest.raises(ValueError, match=r"\['Conv2d'\] names no layer of Classifier.*Linear.*'layers.0'"):
-        trainer.fit(Classifier(), DataLoader(dataset(8)))
+        fit_naming_conv(Classifier())
     for choice in ("Block", [1]):
         with pytest.raises(ValueError, match=r"is neither a bool nor a list of classes"):
             RingDDPStrategy(activation_checkpointing=choice)
@@ -146,10 +149,5 @@ def test_what_does_not_exist_is_named_before_any_process_starts() -> None:
         make_trainer(Case(), RingDDPStrategy(activation_checkpointing=True), 2).fit(compiled, DataLoader(dataset(8)))
 
 
-def late() -> None:
-    strategy = RingDDPStrategy(activation_checkpointing=["Conv2d"])
-    make_trainer(Case(), strategy, 2).fit(Late(), train_loader(Case(), 2))
-
-
 def test_layers_that_are_made_later_are_named_then(world2: World) -> None:
-    world2.run_raising(ValueError, r"\['Conv2d'\] names no layer of Late", late)
+    world2.run_raising(ValueError, r"\['Conv2d'\] names no layer of Late", lambda: fit_naming_conv(Late()))

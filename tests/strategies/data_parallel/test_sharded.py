@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    Callback,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import BackboneFinetuning, Callback, ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
@@ -48,12 +45,12 @@ def fit(module: L.LightningModule, ranks: int, case: Case = CASE, **options: Any
 class OtherOptimizer(Classifier):
     """Trains with an optimizer of a class that the contract does not have."""
 
-    def __init__(self, make: Any) -> None:
+    def __init__(self, make: Any, **options: Any) -> None:
         super().__init__()
-        self.make = make
+        self.make, self.options = make, options
 
     def configure_optimizers(self) -> Any:
-        return self.make(self.parameters())
+        return self.make(self.parameters(), **self.options)
 
 
 class Counting(torch.optim.SGD):
@@ -69,14 +66,6 @@ class Counting(torch.optim.SGD):
             group["seen"] = group.get("seen", 0) + 1
             group["lr"] = 0.2 / self.num_steps
         return super().step(closure)
-
-
-def adagrad(parameters: Any) -> Any:
-    return torch.optim.Adagrad(parameters, lr=0.1)
-
-
-def counting(parameters: Any) -> Any:
-    return Counting(parameters, strength=0.2)
 
 
 def named(parameters: Any) -> Any:
@@ -139,14 +128,14 @@ class ReadsClipped(ReadsGradients):
 ADAGRAD = "Adagrad, whose states are there from the beginning"
 KINDS = {
     "three backward passes a step": ThreePasses,
-    ADAGRAD: lambda: OtherOptimizer(adagrad),
-    "a user's optimizer": lambda: OtherOptimizer(counting),
-    "named parameters": lambda: OtherOptimizer(named),
-    "an empty group": lambda: OtherOptimizer(after_an_empty_group),
+    ADAGRAD: partial(OtherOptimizer, torch.optim.Adagrad, lr=0.1),
+    "a user's optimizer": partial(OtherOptimizer, Counting, strength=0.2),
+    "named parameters": partial(OtherOptimizer, named),
+    "an empty group": partial(OtherOptimizer, after_an_empty_group),
     "hooks that read gradients": ReadsGradients,
     "a hook that reads clipped gradients": ReadsClipped,
     "manual optimization of two optimizers": TwoOptimizers,
-    "weights that a callback changes": lambda: Classifier("adamw"),
+    "weights that a callback changes": partial(Classifier, "adamw"),
     "a backbone that is unfrozen": WithBackbone,
 }
 
@@ -356,36 +345,25 @@ def test_memory_of_gradients_and_states_is_that_of_the_parameters_that_a_rank_ow
 
 
 SIZE_BYTES = 4 * (16 * 6 + 16 + 3 * 16 + 3)
-# The option, and messages of each kind in a step.
-TRAFFIC = [(0.0, 4), (1.0, 2)]
 
 
-def traffic() -> list[dict[str, Any]]:
-    found = []
-    for bucket_cap_mb, _ in TRAFFIC:
-        strategy_options = {"bucket_cap_mb": bucket_cap_mb}
-        trainer = fit(Classifier(), 2, Case(max_epochs=1, precision="32-true", strategy=strategy_options))
-        strategy: Any = trainer.strategy
-        strategy.meter.flush()
-        steps, names = list(strategy.meter.steps), ("reduce", "broadcast")
-        found.append(
-            {
-                "sent": [sum(t.sent_bytes for name in names for t in step.of(name, "shards")) for step in steps],
-                "counts": [{name: sum(t.count for t in step.of(name, "shards")) for name in names} for step in steps],
-                "handlers": len(logging.getLogger().handlers),
-            }
-        )
-    return found
+def traffic(bucket_cap_mb: float) -> tuple[list[Any], int]:
+    case = Case(max_epochs=1, precision="32-true", strategy={"bucket_cap_mb": bucket_cap_mb})
+    strategy: Any = fit(Classifier(), 2, case).strategy
+    strategy.meter.flush()
+    of_steps = [
+        [t for name in ("reduce", "broadcast") for t in step.of(name, "shards")] for step in strategy.meter.steps
+    ]
+    found = [(sum(t.sent_bytes for t in step), [(t.operation, t.count) for t in step]) for step in of_steps]
+    return found, len(logging.getLogger().handlers)
 
 
-def test_the_meter_counts_what_travels(world2: World) -> None:
+@pytest.mark.parametrize(("bucket_cap_mb", "num_messages"), [(0.0, 4), (1.0, 2)])
+def test_the_meter_counts_what_travels(bucket_cap_mb: float, num_messages: int, world2: World) -> None:
     """Each rank sends the others' gradients, and its own new parameters: S in all."""
-    found = zip(*world2.run(traffic), strict=True)
-    for (_, num_messages), results in zip(TRAFFIC, found, strict=True):
-        for result in results:
-            assert result["sent"] == [SIZE_BYTES] * 7
-            assert result["counts"] == [{"reduce": num_messages, "broadcast": num_messages}] * 7
-            assert result["handlers"] == 0, "FairScale's messages have configured the root logger"
+    for found, handlers in world2.run(traffic, bucket_cap_mb):
+        assert found == [(SIZE_BYTES, [("reduce", num_messages), ("broadcast", num_messages)])] * 7
+        assert handlers == 0, "FairScale's messages have configured the root logger"
 
 
 class SharesALayer(TwoOptimizers):
@@ -394,7 +372,7 @@ class SharesALayer(TwoOptimizers):
 
 
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
-    "LBFGS": (lambda: OtherOptimizer(torch.optim.LBFGS), ValueError, "LBFGS evaluates the loss several times"),
+    "LBFGS": (partial(OtherOptimizer, torch.optim.LBFGS), ValueError, "LBFGS evaluates the loss several times"),
     "a parameter of two optimizers": (SharesALayer, ValueError, r"optimizer 1 \(SGD\) and optimizer 0 both have a"),
     "a parameter without a gradient": (
         lambda: Classifier(unused=True),
@@ -402,26 +380,20 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         r"does not depend on unused\.\w+, unused\.\w+, .*find_unused_parameters=True",
     ),
     "a fused optimizer that scales": (
-        lambda: OtherOptimizer(lambda parameters: torch.optim.SGD(parameters, lr=0.1, fused=True)),
+        partial(OtherOptimizer, torch.optim.SGD, lr=0.1, fused=True),
         ValueError,
         "looks for inf and nan within its own step, on each rank alone; pass fused=False",
     ),
 }
 
 
-def refused(name: str) -> None:
-    make, _, _ = REFUSED[name]
-    case = Case(max_epochs=1, precision="32-true")
-    if "scales" in name:
-        fit(make(), 2, case, precision=None, plugins=[MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))])
-    else:
-        fit(make(), 2, case)
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_sharded_is_refused(world2: World, name: str) -> None:
-    _, error, words = REFUSED[name]
-    world2.run_raising(error, words, refused, name)
+    make, error, words = REFUSED[name]
+    scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    options: dict[str, Any] = {"precision": None, "plugins": [scaler]} if "scales" in name else {}
+    case = Case(max_epochs=1, precision="32-true")
+    world2.run_raising(error, words, lambda: fit(make(), 2, case, **options))
 
 
 def test_options_are_checked_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,9 +441,7 @@ def offloaded(make: Any, ranks: int, path: str) -> dict[str, Any]:
     return {"weights": state(module), "held": looks.held, "resumed": state(resumed)}
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Classifier("adamw"), lambda: OtherOptimizer(adagrad)], ids=["AdamW", "Adagrad"]
-)
+@pytest.mark.parametrize("make", [partial(Classifier, "adamw"), KINDS[ADAGRAD]], ids=["AdamW", "Adagrad"])
 def test_states_in_the_hosts_memory(make: Any, world2: World, tmp_path: Path) -> None:
     expected = offloaded(make, 1, str(tmp_path))
     for result in world2.run(offloaded, make, 2, str(tmp_path)):
