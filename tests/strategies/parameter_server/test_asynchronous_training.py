@@ -143,14 +143,19 @@ class EndsEarly(Seen):
 
 
 @pytest.mark.parametrize(
-    ("slow_rank", "data", "options"),
-    [(1, loader, {}), (0, partial(loader, num_workers=1), {"max_staleness": 1})],
-    ids=["1-no workers", "0-a loader's worker, a bound of staleness"],
+    ("module", "data", "options"),
+    [
+        (Seen(slow_rank=1), loader, {}),
+        (Seen(slow_rank=0), partial(loader, num_workers=1), {"max_staleness": 1}),
+        # Rank 0 had ended the epoch before the slow rank 1 gave its second batch back.
+        (EndsEarly(slow_rank=1), loader, {}),
+    ],
+    ids=["1-no workers", "0-a loader's worker, a bound of staleness", "ends early"],
 )
 def test_each_sample_is_trained_on_once_an_epoch(
-    world2: World, slow_rank: int, data: Any, options: dict[str, Any]
+    world2: World, module: Seen, data: Any, options: dict[str, Any]
 ) -> None:
-    results = world2.run(fit, Seen(slow_rank=slow_rank), data, options)
+    results = world2.run(fit, module, data, options)
     assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
     assert sum(result["steps"] for result in results) == EPOCHS * NUM_BATCHES
     first, second = results
@@ -158,11 +163,6 @@ def test_each_sample_is_trained_on_once_an_epoch(
     assert all(n >= NUM_BATCHES * (epoch + 1) for epoch, n in enumerate(first["updates"])), "rank 0 has waited"
     if not options:
         assert len(first["samples"]) > len(second["samples"])
-
-
-def test_batches_that_a_rank_leaves_behind_are_trained_on(world2: World) -> None:
-    """Rank 0 had ended the epoch before the slow rank 1 gave its second batch back."""
-    assert trained_on(world2.run(fit, EndsEarly(slow_rank=1), max_epochs=2)) == dict.fromkeys(range(2), EVERY)
 
 
 class Accumulates(Seen):
@@ -200,7 +200,7 @@ def accumulates(automatic: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Servers, "trained", told)
         found = fit(module, max_epochs=1, accumulate_grad_batches=2 if automatic else 1)
-        return {**found, "told": module.when_told}
+    return {**found, "told": module.when_told}
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -406,7 +406,7 @@ def loses_word() -> dict[str, Any]:
     trained, untold = Servers.trained, []
 
     def told(servers: Servers, epoch: int, number: int) -> None:
-        if rank() == 1 and epoch == 1 and not untold:
+        if rank() == epoch == 1 and not untold:
             untold.append(number)
         else:
             trained(servers, epoch, number)
@@ -445,17 +445,14 @@ def test_schedules_count_a_ranks_own_steps_where_its_batches_are_its_own(world2:
     assert trained_on(results)[0] == Counter({sample: times * count for sample, count in EVERY.items()})
 
 
-def twice() -> list[float]:
-    """A fit, an evaluation on all ranks together, and a fit again."""
-    module, values = Seen(), []
-    for _ in range(2):
-        trainer = fit_module(module, "async_ps", 2, Case(max_epochs=1), loader(), eval_loader())
-        values.append(float(trainer.test(module, eval_loader(), verbose=False)[0]["test_loss"]))
-    return values
-
-
 def test_a_program_goes_on_after_the_fit(world2: World) -> None:
-    first, second = world2.run(twice)
+    """Ranks evaluate together."""
+
+    def tests() -> Any:
+        trainer = fit_module(Seen(), "async_ps", 2, Case(max_epochs=1), loader(), eval_loader())
+        return trainer.test(trainer.lightning_module, eval_loader(), verbose=False)
+
+    first, second = world2.run(tests)
     assert first == second
 
 
