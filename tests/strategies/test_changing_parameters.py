@@ -199,7 +199,7 @@ AT_ANY_TIME = (
 FOLLOWED = {
     "ring_ddp": (*STORIES,),
     "pipeline_1f1b": (*IN_TURNS, ANOTHER, SET_UP_AGAIN),
-    "ddp_sharded": (*AT_ANY_TIME, "a parametrization", "unfrozen with a new layer"),
+    "ddp_sharded": (*AT_ANY_TIME, "BackboneFinetuning", "a parametrization", "unfrozen with a new layer"),
     "cpu_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
     "sync_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
 }

@@ -16,14 +16,7 @@ from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader
 from lightning_multigpu.job import process_groups
 from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
 from tests.modules import Normalised
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    eval_loader,
-    fit,
-    fit_module,
-    make_strategy,
-)
+from tests.strategies.tasks import Case, Classifier, eval_loader, fit, fit_module, make_strategy
 from tests.world import World
 
 GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8  # of the Classifier, in float64

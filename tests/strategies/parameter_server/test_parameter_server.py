@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, Throug
 from lightning_multigpu.job import failure_watch
 from tests.modules import Normalised, ReadsGradients
 from tests.report.shape import assert_follows_schema
-from tests.strategies.data_parallel.test_sharded import trained
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -43,20 +41,6 @@ both = pytest.mark.parametrize("name", ["cpu_ps", "sync_ps"])
 def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **options: Any) -> L.Trainer:
     """Trains on two ranks; on one device without a name."""
     return fit_module(module, name, 1 if name is None else 2, case, **options)
-
-
-trained_on_one_device = functools.cache(functools.partial(trained, strategy=None, ranks=1))
-
-
-@pytest.mark.parametrize("name", ["ring_ddp", "cpu_ps", "sync_ps"])
-@pytest.mark.parametrize("kind", ["hooks that read gradients", "manual optimization of two optimizers"])
-def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
-    """test_sharded.py has these and more; ring_ddp is here since it averages gradients in hooks of its own."""
-    reference = trained_on_one_device(kind)
-    for result in world2.run(trained, kind, name, 2):
-        assert_same_weights(result, reference)
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
-        assert result["steps"] == reference["steps"]
 
 
 def traffic(name: str) -> list[dict[Any, Any]]:
