@@ -11,15 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    dataset,
-    eval_loader,
-    fit_module,
-    make_strategy,
-    make_trainer,
-)
+from tests.strategies.tasks import Case, Classifier, dataset, eval_loader, fit_module, make_strategy, make_trainer
 from tests.world import World, rank
 
 
