@@ -16,9 +16,8 @@ import pytest
 
 from lightning_multigpu.job.guardian import proc
 from lightning_multigpu.job.guardian.blocking import append, done_within, print_text
-from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.protocol import Connection, encode
+from lightning_multigpu.job.guardian.protocol import Connection
 from lightning_multigpu.job.guardian.watchdog import Watchdog
 from tests.job.guardian.job import eventually
 
