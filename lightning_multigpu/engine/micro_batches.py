@@ -22,9 +22,6 @@ from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 
 _HASHED_BYTES = 1 << 20
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-5}
-_TOLERANCE_TF32 = 1e-3
-_TOLERANCE_HALF = 2e-2
 
 
 def num_micro_batches_of(batch: Any, wanted: int) -> int:
@@ -128,19 +125,6 @@ def combined_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     total = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
     assert isinstance(total, Tensor)
     return total
-
-
-def relative_tolerance(dtypes: Sequence[torch.dtype], device_type: str) -> float:
-    """The relative difference of two losses that rounding explains.
-
-    Args:
-        dtypes: the dtypes of all tensors that take part; the coarsest one decides.
-        device_type: on "cuda" float32 may pass through TF32, which has ten bits of mantissa.
-    """
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    if coarsest == torch.float32 and device_type == "cuda":
-        return _TOLERANCE_TF32
-    return _TOLERANCES.get(coarsest, _TOLERANCE_HALF)
 
 
 def relative_difference(whole: float, losses: Sequence[float], weights: Sequence[float]) -> float:

@@ -21,7 +21,6 @@ from lightning_multigpu.engine.micro_batches import (
     first_part,
     num_micro_batches_of,
     relative_difference,
-    relative_tolerance,
     signature_of,
     split_batch,
     weights_of,
@@ -148,14 +147,6 @@ def test_differences_are_relative_to_what_is_added_up() -> None:
     assert relative_difference(1e-9, [1.0, -1.0], [0.5, 0.5]) == pytest.approx(1e-9)
     assert relative_difference(0.0, [0.0, 0.0], [0.5, 0.5]) == 0
     assert math.isnan(relative_difference(0.0, [0.0, math.nan], [0.5, 0.5]))
-
-
-def test_rounding_is_that_of_the_coarsest_type() -> None:
-    double, single, half = torch.float64, torch.float32, torch.bfloat16
-    assert relative_tolerance([double], "cpu") == 1e-8
-    assert relative_tolerance([double, single], "cpu") == 1e-5
-    assert relative_tolerance([single, double], "cuda") == 1e-3
-    assert relative_tolerance([half, single], "cpu") == relative_tolerance([torch.float16], "cuda") == 2e-2
 
 
 def test_what_does_not_add_up_is_said_with_the_fix() -> None:
