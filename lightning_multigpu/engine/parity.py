@@ -16,9 +16,9 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -29,6 +29,7 @@ from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.micro_batches import samples_of, split_batch, weights_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.planning.numbers import size
 
 _SMALLEST = 1e-3
 """A gradient smaller than this part of the largest one counts as this large: it may be only rounding."""
@@ -105,9 +106,9 @@ def difference(
     smallest = _SMALLEST * max(largest for largest, _ in ranks)
     sizes: dict[str, float] = {}
     for name, (error, norm) in (suspect for _, suspects in ranks for suspect in suspects.items()):
-        size = error / max(norm, smallest)
-        if not size <= rtol:
-            sizes[name] = max(sizes.get(name, 0.0), math.inf if math.isnan(size) else size)
+        relative = error / max(norm, smallest)
+        if not relative <= rtol:
+            sizes[name] = max(sizes.get(name, 0.0), math.inf if math.isnan(relative) else relative)
     worst = max(sizes, key=lambda name: sizes[name], default=None)
     return None if worst is None else Difference(worst, sizes[worst], len(sizes), rtol)
 
@@ -147,9 +148,9 @@ class SumCheck:
     gather: Gather = _alone
 
     def find(self, batch: Any, num_parts: int) -> tuple[str, str]:
-        """How the gradients of two neighbours of ``num_parts`` parts do not add up, and what cannot be told; or empty.
+        """How the gradients of two of ``num_parts`` parts do not add up, and what cannot be told; or empty.
 
-        The neighbours are those with the largest weights.
+        The parts are those with the largest weights.
         """
         pair = _heaviest_pair(batch, num_parts, self.loss_reduction)
         if not all(self.gather(pair is not None)) or pair is None:
@@ -206,16 +207,20 @@ _STATEFUL = (
 
 
 def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) -> tuple[list[int], list[int]] | None:
-    """The samples of the two neighbouring parts whose smaller weight is largest."""
-    if num_parts < 2 or (leading_size(batch) or 0) < num_parts:
+    """The samples of the two parts with the largest weights; None if fewer count."""
+    count = leading_size(batch) or 0
+    if num_parts < 2 or count < num_parts:
         return None
-    parts = split_batch(batch, num_parts)
-    weights = weights_of(parts, loss_reduction)
-    index = max(range(num_parts - 1), key=lambda number: min(weights[number : number + 2]))
-    if min(weights[index : index + 2]) == 0:
-        return None
-    start, middle, stop = [*accumulate((leading_size(part) or 0 for part in parts), initial=0)][index : index + 3]
-    return list(range(start, middle)), list(range(middle, stop))
+    weights = weights_of(split_batch(batch, num_parts), loss_reduction)
+    first, second = sorted(range(num_parts), key=lambda number: -weights[number])[:2]
+    samples = [part.tolist() for part in torch.arange(count).tensor_split(num_parts)]
+    return (samples[first], samples[second]) if weights[second] else None
+
+
+def lack_of_memory(what: str, needed: int, device: torch.device) -> str:
+    """Why ``needed`` bytes do not fit into the free memory of a device; empty if they do."""
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    return f"{what} would take {size(needed)} of {size(free)}" if needed > free else ""
 
 
 @contextmanager
@@ -238,8 +243,8 @@ def moved_weights(
             shape = parameter.shape if split is None else split.whole_shape(parameter)
             generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
             noise = torch.randn(shape, generator=generator, dtype=parameter.dtype, device=device) * _SHIFT
-            size = sizes.setdefault(name, norm_of(before[name]) / max(1, parameter.numel()) ** 0.5)
-            parameter.data.add_(noise if split is None else split.part(noise, rank), alpha=size or 1.0)
+            scale = sizes.setdefault(name, norm_of(before[name]) / max(1, parameter.numel()) ** 0.5)
+            parameter.data.add_(noise if split is None else split.part(noise, rank), alpha=scale or 1.0)
         yield
     finally:
         for name, parameter in parameters.items():

@@ -8,14 +8,21 @@
 
 from __future__ import annotations
 
-import psutil
+import torch
 from torch.nn import Parameter
 
-from lightning_multigpu.engine.parity import Gradients, are_finite, difference, moved_weights, norm_of, take_gradients
+from lightning_multigpu.engine.parity import (
+    Gradients,
+    are_finite,
+    difference,
+    lack_of_memory,
+    moved_weights,
+    norm_of,
+    take_gradients,
+)
 from lightning_multigpu.engine.step_state import torch_random_states
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep, error_of_users
-from lightning_multigpu.planning.numbers import size
 
 
 class SplitProof:
@@ -37,8 +44,7 @@ class SplitProof:
         self._sizes: dict[str, float] = {}
         self._expected: Gradients = {}
         needed = self._group.size * sum(each.nbytes for each in self._trained().values())
-        available = psutil.virtual_memory().available
-        obstacle = f"gradients take {size(needed)} of {size(available)}" if needed > available else ""
+        obstacle = lack_of_memory("gradients", needed, torch.device("cpu"))
         try:
             if not obstacle:
                 self._trains = not self._draws()

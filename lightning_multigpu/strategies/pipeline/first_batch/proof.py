@@ -20,7 +20,6 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -30,7 +29,6 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_multigpu._lightning_internals import attributes_of_lightning
-from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import cloned, disagreement, moved, signature_of, split_batch
 from lightning_multigpu.engine.parity import (
@@ -38,6 +36,7 @@ from lightning_multigpu.engine.parity import (
     SumCheck,
     are_finite,
     difference,
+    lack_of_memory,
     moved_weights,
     rounding_of,
     take_gradients,
@@ -54,7 +53,6 @@ from lightning_multigpu.engine.step_state import (
     set_random_state,
     without_differentiation,
 )
-from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import mark
 from lightning_multigpu.strategies.steps.dry_run import rounding, unlogged_loss, without_trace
 
@@ -270,16 +268,16 @@ class Proof:
 
         Where a step applies the same change again (a norm, a limit), parts and the batch leave the same values.
         """
-        before = {name: _wide(parameter) for name, parameter in one.parameters.items()}
         left = []
-        for parts in ([self._batch.whole], self._parts):
+        for parts in ([], [self._batch.whole], self._parts):
             with preserved_state(one.module), preserved_values(one.parameters.values()):
-                if not self._losses(one, parts, 6):
+                if len(self._losses(one, parts, 6)) < len(parts):
                     return
                 left.append({name: _wide(parameter) for name, parameter in one.parameters.items()})
-        for name, value in left[0].items():
+        before, whole, apart = left
+        for name, value in whole.items():
             limit = 1e-2 * _max(value - before[name]) + _rounding(one.parameters[name]) * _max(value)
-            if not torch.allclose(left[1][name], value, rtol=0.0, atol=limit, equal_nan=True):
+            if not torch.allclose(apart[name], value, rtol=0.0, atol=limit, equal_nan=True):
                 owner = one.module.get_submodule(name.rpartition(".")[0])
                 raise self._own_changes(f"parameter {name} of {type(owner).__name__}")
 
@@ -332,18 +330,15 @@ class Proof:
                     found += self._losses(one, [part], 2, attempt, number)
             return found
 
-        losses, batch = losses_of(0), self._batch
+        losses = losses_of(0)
         if len(losses) <= len(self._parts):  # a step may work in training mode only
             return True
-        whole, *rest = map(float, losses)
         rtol = rounding(self._model.module, losses[0].device, *(loss.dtype for loss in losses)).losses
-        samples = [leading_size(part) or 1 for part in self._parts]
-        reduction = self._pipeline.loss_reduction
-        given = getattr(reduction, "__name__", "a function") if callable(reduction) else repr(reduction)
-        message = disagreement(whole, rest, batch.weights, samples, given=given, rtol=rtol)
-        if message is None or not math.isfinite(whole):
+        found, weights = [*map(float, losses)], self._batch.weights
+        message = disagreement(found, self._parts, weights, self._pipeline.loss_reduction, rtol)
+        if message is None or not math.isfinite(found[0]):
             return False
-        if repr([whole, *rest]) == repr([*map(float, losses_of(1))]):  # to the bit, NaN too
+        if repr(found) == repr([*map(float, losses_of(1))]):  # to the bit, NaN too
             raise ValueError(message)
         return True
 
@@ -371,8 +366,10 @@ def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
     if pipeline.tensor_axis is not None and pipeline.tensor_axis.is_split:
         return False, None
     with model.meter.unrecorded():
-        problem = model.group.from_last(lacks_memory(pipeline) if model.is_last else None)
-        if problem is None:
+        needed = _COPIES * sum(holding.tensor.nbytes for holding in model.ownership.holdings)
+        problem = lack_of_memory("a copy of the model with its gradients", needed, model.device)
+        problem = model.group.from_last(problem)  # in whose memory it would be
+        if not problem:
             values = {id(holding.tensor): value for holding, value in model.ownership.values_of_others()}
             if model.is_last:
                 try:
@@ -380,9 +377,9 @@ def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
                 except Exception as error:  # whatever an object in the module raises
                     problem = f"the module cannot be copied ({type(error).__name__}: {error})"
             problem = model.group.from_last(problem)
-    if problem is not None:
+    if problem:
         rank_zero_info(f"{_NOT_PROVED}: {problem}.")
-    return problem is None, one
+    return not problem, one
 
 
 class WholeCopy:
@@ -488,11 +485,3 @@ class WholeCopy:
                     inside = vars(value) if is_users(value) else value
                     marks[".".join(filter(None, ("self", name, key)))] = mark(inside)
         return marks
-
-
-def lacks_memory(pipeline: RunningPipeline) -> str | None:
-    """Why a copy of the whole model does not fit on this rank's device; None if it does."""
-    needed = _COPIES * sum(holding.tensor.nbytes for holding in pipeline.model.ownership.holdings)
-    device = pipeline.model.device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return None if needed <= free else f"a copy of the model with its gradients takes {size(needed)} of {size(free)}"
