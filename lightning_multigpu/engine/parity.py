@@ -27,6 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.main_memory import host_memory
 from lightning_multigpu.engine.micro_batches import samples_of, split_batch, weights_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.planning.numbers import size
@@ -130,7 +131,7 @@ class SumCheck:
     their mode. The check restores weights, gradients and the state that ``traceless`` restores.
 
     Args:
-        parameters: this rank's parameters by name; ranks may have different ones.
+        module: ranks may have different parameters.
         run: ``run(parts, weights, seed)`` runs forward and backward of each part, whose loss is multiplied by its
             weight, and adds to the gradients. It does not change the parts. May be a collective.
         traceless: a block that restores the module and random states at its end.
@@ -140,7 +141,6 @@ class SumCheck:
     """
 
     module: Module
-    parameters: dict[str, Parameter]
     run: Callable[[Sequence[Any], Sequence[float], int], None]
     traceless: Callable[[], AbstractContextManager[None]]
     loss_reduction: LossReduction
@@ -155,7 +155,8 @@ class SumCheck:
         pair = _heaviest_pair(batch, num_parts, self.loss_reduction)
         if not all(self.gather(pair is not None)) or pair is None:
             return "", f"{_UNKNOWN}: a batch cannot be cut into two parts that count"
-        with moved_weights(self.parameters), without_gradients(self.parameters.values()):
+        parameters = dict(self.module.named_parameters())
+        with moved_weights(parameters), without_gradients(parameters.values()):
             return self._find(batch, *pair)
 
     def _find(self, batch: Any, a: list[int], b: list[int]) -> tuple[str, str]:
@@ -194,9 +195,9 @@ class SumCheck:
                         layer.train(False)
                 if again:
                     self.run(run, of_parts, 0)
-                    take_gradients(self.parameters)
+                    take_gradients(self.module)
                 self.run(run, of_parts, int(again))
-        return take_gradients(self.parameters)
+        return take_gradients(self.module)
 
 
 _UNKNOWN = "Whether the gradients of parts of a batch add up to those of the batch cannot be told"
@@ -218,14 +219,18 @@ def _heaviest_pair(batch: Any, num_parts: int, loss_reduction: LossReduction) ->
 
 
 def lack_of_memory(what: str, needed: int, device: torch.device) -> str:
-    """Why ``needed`` bytes do not fit into the free memory of a device; empty if they do."""
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    """Why ``needed`` bytes do not fit into the free memory of a device, or of a container; empty if they do."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+    else:
+        memory = host_memory()
+        free = min(memory.limit_bytes - memory.used_bytes, psutil.virtual_memory().available)
     return f"{what} would take {size(needed)} of {size(free)}" if needed > free else ""
 
 
 @contextmanager
 def moved_weights(
-    parameters: dict[str, Parameter], *, rank: int = 0, sizes: dict[str, float] | None = None
+    parameters: Mapping[str, Tensor], *, rank: int = 0, sizes: dict[str, float] | None = None
 ) -> Iterator[None]:
     """Within the block noise moves trained weights; it depends on their names, and is the same on all ranks.
 
@@ -277,10 +282,10 @@ def trained(parameters: Iterable[Parameter]) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def take_gradients(parameters: dict[str, Parameter]) -> Gradients:
-    """Moves the gradients from the parameters to host memory."""
+def take_gradients(module: Module) -> Gradients:
+    """Moves the gradients from the module's parameters to host memory."""
     taken = {}
-    for name, parameter in parameters.items():
+    for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             gradient, parameter.grad = parameter.grad.detach(), None
             taken[name] = (gradient.to_dense() if gradient.is_sparse else gradient).to("cpu", copy=True)

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_multigpu.engine.parity import Difference, Gradients, are_finite, difference, rounding_of
+from lightning_multigpu.engine import parity
+from lightning_multigpu.engine.main_memory import MainMemory
+from lightning_multigpu.engine.parity import (
+    Difference,
+    Gradients,
+    are_finite,
+    difference,
+    lack_of_memory,
+    rounding_of,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ONES = torch.ones(4)
@@ -60,3 +69,10 @@ def test_parts_are_measured_by_the_whole_and_every_rank_knows_of_all() -> None:
     assert str(Difference("b", 0.5, 1, 1e-4)) == (
         "1 parameters differ, most 'b' (relative difference 0.5, rounding explains 1e-04)"
     )
+
+
+def test_a_container_has_no_more_memory_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free memory of the host was asked: a copy of a model that did not fit into the container ended the run."""
+    monkeypatch.setattr(parity, "host_memory", lambda: MainMemory("container", 3_000_000, 9_000_000))
+    assert lack_of_memory("a copy", 7_000_000, CPU) == "a copy would take 7.00 MB of 6.00 MB"
+    assert not lack_of_memory("a copy", 5_000_000, CPU)

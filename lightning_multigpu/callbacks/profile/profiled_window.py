@@ -25,11 +25,11 @@ from torch.profiler import profile
 from typing_extensions import override
 
 from lightning_multigpu._usable_cores import usable_cores
-from lightning_multigpu.callbacks.probes import host_memory
 from lightning_multigpu.callbacks.profile.operator_trace import launches_of, operators_of, reads_of, traced
 from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.engine.main_memory import host_memory
 from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.rank_figures import LaunchQueue, MemoryUse, OperatorTime, RankFigures, ReadValues

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import Parameter
 
 from lightning_multigpu.engine.parity import (
     Gradients,
@@ -40,10 +39,11 @@ class SplitProof:
 
     def __init__(self, step: TracelessStep, *, rtol: float) -> None:
         self._step, self._module, self._group, self._rtol = step, step.module, step.group, rtol
+        self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         self._trains = True
         self._sizes: dict[str, float] = {}
         self._expected: Gradients = {}
-        needed = self._group.size * sum(each.nbytes for each in self._trained().values())
+        needed = self._group.size * sum(each.nbytes for each in self._parameters.values())
         obstacle = lack_of_memory("gradients", needed, torch.device("cpu"))
         try:
             if not obstacle:
@@ -61,10 +61,10 @@ class SplitProof:
         Raises:
             ValueError: gradients of split layers differ.
         """
-        parameters, own = self._trained(), {}
-        for name, whole in self._expected.items():
-            split = split_of(parameters[name])
-            own[name] = whole if split is None else split.part(whole, self._group.rank)
+        own = {
+            name: whole if (split := split_of(self._parameters[name])) is None else split.part(whole, self._group.rank)
+            for name, whole in self._expected.items()
+        }
         norms = {name: norm_of(whole) for name, whole in self._expected.items()}
         found = difference(self._gradients(), own, self._rtol, norms=norms, gather=self._step.gather)
         if found is not None:
@@ -75,23 +75,19 @@ class SplitProof:
                 "'row'} without them, or use strategy='ring_ddp'; verify_steps=0 trains all the same"
             )
 
-    def _trained(self) -> dict[str, Parameter]:
-        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
-
     def _draws(self) -> bool:
         """Whether the step draws random numbers in training mode."""
         device = next(self._module.parameters()).device
         with self._step.running():
             before = torch_random_states(device)
             self._step.forward()
-            return not all(a.equal(b) for a, b in zip(before, torch_random_states(device), strict=True))
+            return not all(map(torch.equal, before, torch_random_states(device)))
 
     def _gradients(self) -> Gradients:
         """This rank's gradients, in host memory: of whole parameters, or of its parts."""
-        parameters = self._trained()
-        with moved_weights(parameters, rank=self._group.rank, sizes=self._sizes), self._step.running():
+        with moved_weights(self._parameters, rank=self._group.rank, sizes=self._sizes), self._step.running():
             if not self._trains:
                 self._module.eval()
             self._step.forward_and_backward()
             with self._group.showing(parts=True):
-                return take_gradients(parameters)
+                return take_gradients(self._module)

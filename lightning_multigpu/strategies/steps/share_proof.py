@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -40,13 +40,10 @@ class ShareProof:
         if not self._left:
             return
         self._left -= 1
-        module = self._strategy._module
-        if not module.automatic_optimization:
+        option = f"verify_steps={self.num_steps}"
+        if not self._strategy._module.automatic_optimization:
             self._left = 0
-            rank_zero_warn(
-                f"verify_steps={self.num_steps} has no effect in manual optimization, where only the step knows its "
-                "losses"
-            )
+            rank_zero_warn(f"{option} has no effect in manual optimization, where only the step knows its losses")
             return
         coupling, line = self._find(batch, *others)
         if coupling:
@@ -57,28 +54,21 @@ class ShareProof:
                 "collate_fn. verify_steps=0 accepts the difference, and is needed after all_gather too"
             )
         if line:
-            rank_zero_info(f"verify_steps={self.num_steps}: {line}.")
+            rank_zero_info(f"{option}: {line}.")
 
     def _find(self, batch: Any, *others: Any) -> tuple[str, str]:
         strategy = self._strategy
         module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
-            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            for number, part in enumerate(map(cloned, parts)):
                 set_random_state(seed_of(seed, number, strategy.global_rank), strategy.root_device)
-                step = functools.partial(module.training_step, cloned(part), *others)
-                loss = unlogged_loss(plugin, module, step)
+                loss = unlogged_loss(plugin, module, partial(module.training_step, part, *others))
                 if loss is not None:
-                    (loss * (weight * scale)).backward()
+                    (loss * (weights[number] * scale)).backward()
 
-        check = SumCheck(
-            module,
-            dict(module.named_parameters()),
-            run,
-            traceless=lambda: without_trace(module),
-            loss_reduction=strategy.feed.loss_reduction,
-            rtol=rounding(module, strategy.root_device).gradients,
-            gather=strategy.gather_objects,
-        )
+        traceless, reduction = partial(without_trace, module), strategy.feed.loss_reduction
+        rtol = rounding(module, strategy.root_device).gradients
+        check = SumCheck(module, run, traceless, reduction, rtol, strategy.gather_objects)
         with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
             return check.find(batch, 2)

@@ -207,7 +207,7 @@ class Proof:
 
         def run(seed: int) -> Gradients:
             one.backward(self._parts, self._others, self._batch.scales, self._seed(seed), self._runner.order)
-            return take_gradients(one.parameters)
+            return take_gradients(one.module)
 
         try:
             if self._pipeline.tensor_axis is not None:
@@ -294,7 +294,7 @@ class Proof:
             one.backward(parts, self._others, [w * batch.multiplier for w in weights], (pipeline.seed, 5, seed))
 
         traceless = partial(preserved_state, one.module)
-        check = SumCheck(one.module, one.parameters, run, traceless, pipeline.loss_reduction, self._rtol)
+        check = SumCheck(one.module, run, traceless, pipeline.loss_reduction, self._rtol)
         coupling, line = check.find(batch.whole, len(self._parts))
         if coupling:
             raise ValueError(f"training_step couples the samples of a batch: {coupling}. {_CAUSES['coupled']}")
