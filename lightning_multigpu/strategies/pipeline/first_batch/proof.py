@@ -206,7 +206,7 @@ class Proof:
         """How gradients of a step differ from those of one device, and why that cannot be told."""
 
         def run(seed: int) -> Gradients:
-            one.backward(self._parts, self._others, self._batch.scales, self._seed(seed), self._runner.order)
+            one.run(self._parts, self._others, self._seed(seed), self._batch.scales, self._runner.order)
             return take_gradients(one.module)
 
         try:
@@ -256,8 +256,7 @@ class Proof:
         """The losses of parts in turn, forward only; empty if the step needs gradients, or returns no loss."""
         try:
             with torch.no_grad():
-                seeds = [(self._pipeline.seed, *seed, number) for number in range(len(parts))]
-                losses = [one.loss(part, self._others, seed) for part, seed in zip(parts, seeds, strict=True)]
+                losses = one.run(parts, self._others, (self._pipeline.seed, *seed))
         except Exception:  # whatever the user's code raises
             return []
         are_losses = all(isinstance(each, Tensor) and each.numel() == 1 and each.is_floating_point() for each in losses)
@@ -291,7 +290,7 @@ class Proof:
         pipeline, batch = self._pipeline, self._batch
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
-            one.backward(parts, self._others, [w * batch.multiplier for w in weights], (pipeline.seed, 5, seed))
+            one.run(parts, self._others, (pipeline.seed, 5, seed), [weight * batch.multiplier for weight in weights])
 
         traceless = partial(preserved_state, one.module)
         check = SumCheck(one.module, run, traceless, pipeline.loss_reduction, self._rtol)
@@ -432,36 +431,39 @@ class WholeCopy:
                 if name in state:
                     tensor.copy_(state[name])
 
-    def loss(self, part: Any, others: Sequence[Any], seed: tuple[int, ...]) -> Any:
-        """The loss of the step for a copy of ``part``, whose random numbers follow from ``seed``."""
-        pipeline, self._seed = self._pipeline, seed
-        part = moved(cloned(part), 0, pipeline.options.batch_dim)
-        plugin, module = pipeline.strategy.precision_plugin, self.module
-        pipeline.in_step = True  # a metric gathers from the last stages, which all run this
-        try:
-            with preserved_random_state(self._device), self._layers.installed():
-                step = partial(unlogged_loss, plugin, module, partial(module.training_step, part, *others))
-                return self._layers.run((0, len(self._chain)), step, None)[1]
-        finally:
-            pipeline.in_step = False
-
-    def backward(
+    def run(
         self,
         parts: Sequence[Any],
         others: Sequence[Any],
-        scales: Sequence[float],
         seed: tuple[int, ...],
-        order: Sequence[int] | None = None,
-    ) -> None:
-        """Forward and backward of a batch in parts, each with the factor of its loss; adds to the gradients."""
-        before = self._marks()
-        for number in range(len(parts)) if order is None else order:
-            with without_gradients(self.parameters.values()):  # Lightning drops those that a step computes by itself
-                loss = self.loss(parts[number], others, (*seed, number))
-            if scales[number] and isinstance(loss, Tensor):
+        scales: Sequence[float] | None = None,
+        order: Sequence[int] = (),
+    ) -> list[Any]:
+        """The losses of copies of parts, in turn; random numbers follow from ``seed`` and the number of the part.
+
+        With ``scales``, the factors of the losses, it also runs backward, and adds to the gradients.
+        """
+        pipeline, module, before = self._pipeline, self.module, self._marks()
+        losses = []
+        for number in order or range(len(parts)):
+            self._seed = (*seed, number)
+            part = moved(cloned(parts[number]), 0, pipeline.options.batch_dim)
+            call = partial(module.training_step, part, *others)
+            step = partial(unlogged_loss, pipeline.strategy.precision_plugin, module, call)
+            # Lightning drops gradients that a step computes by itself.
+            own, draws = without_gradients(self.parameters.values()), preserved_random_state(self._device)
+            pipeline.in_step = True  # a metric gathers from the last stages, which all run this
+            try:
+                with own, draws, self._layers.installed():
+                    loss = self._layers.run((0, len(self._chain)), step, None)[1]
+            finally:
+                pipeline.in_step = False
+            if scales is not None and scales[number] and isinstance(loss, Tensor):
                 (loss * scales[number]).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         after = self._marks()
         self.changed |= {name: None for name, found in after.items() if name not in before or before[name] != found}
+        return losses
 
     @property
     def kept(self) -> str:
