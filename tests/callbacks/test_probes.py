@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from lightning_multigpu.callbacks import probes
-from lightning_multigpu.callbacks.probes import HostProbe, host_memory, probes_of
+from lightning_multigpu.callbacks.probes import HostProbe, probes_of
+from lightning_multigpu.engine.main_memory import host_memory
 
 GPU = torch.device("cuda", 0)
 
