@@ -147,12 +147,6 @@ def test_two_pipelines_side_by_side(world4: World) -> None:
     assert [pipeline.ranks for pipeline in pipelines_of(report)] == [[1, 0], [3, 2]]
 
 
-def test_too_few_batches_for_a_time(world2: World) -> None:
-    report, _ = world2.run(profiled, 1, active=1, num_micro_batches=4)
-    assert pipelines_of(report) == []
-    assert all(memory["gradients_bytes"] > 0 for memory in report["memory"])
-
-
 class Frozen(Deep):
     """The first stage has nothing to train, and no gradient comes back to it."""
 
