@@ -1,8 +1,4 @@
-"""Losses that couple the samples of a batch are refused before they train other gradients than one device's.
-
-Cut into micro-batches such a batch loses the couplings between its parts. Their losses
-may agree all the same: to the last bit of float32, at the initial weights, in evaluation mode, or in the first epoch.
-"""
+"""Losses that couple the samples of a batch are refused, also where those of micro-batches agree at first."""
 
 from __future__ import annotations
 

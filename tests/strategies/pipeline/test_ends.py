@@ -55,14 +55,11 @@ class Wide(L.LightningModule):
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.behind(self.through(self.embedded(tokens), torch.zeros(())))
+        return self.through(self.embedded(tokens), torch.zeros(()))
 
     def through(self, x: Tensor, bias: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x, bias)
-        return x
-
-    def behind(self, x: Tensor) -> Tensor:
         return self.head(x)  # type: ignore[no-any-return]
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -118,7 +115,7 @@ class Mixed(Wide):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.behind(self.through(self.embedded(tokens), self.bias(torch.arange(LENGTH))))
+        return self.through(self.embedded(tokens), self.bias(torch.arange(LENGTH)))
 
 
 class EmbeddingLoss(Wide):
@@ -126,7 +123,7 @@ class EmbeddingLoss(Wide):
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.term = self.embedded(tokens)
-        return self.behind(self.through(self.term, torch.zeros(())))
+        return self.through(self.term, torch.zeros(()))
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss(batch) + self.term.square().mean()
@@ -156,7 +153,7 @@ class Noisy(Wide):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = nn.functional.dropout(self.embedded(tokens), 0.5, self.training)
-        return self.behind(self.through(x, torch.rand(WIDTH)))
+        return self.through(x, torch.rand(WIDTH))
 
 
 class Apart(Wide):

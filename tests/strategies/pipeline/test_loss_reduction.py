@@ -1,8 +1,4 @@
-"""Losses of micro-batches, whatever they are means or sums over, give the gradients and logs of one device.
-
-The measure is the training of one device: uneven numbers of ignored targets, micro-batches without any target, a
-shorter last batch, accumulation.
-"""
+"""Losses of micro-batches, whatever they are means or sums over, give the gradients and logs of one device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What is particular to pipelines: micro-batches, random numbers, what a stage holds, and what it tells the others.
-
-That weights, losses, metrics, clipping and checkpoints are those of one device is in the tests of the contract.
-"""
+"""What is particular to pipelines: micro-batches, random numbers, what a stage holds, and what it tells the others."""
 
 from __future__ import annotations
 

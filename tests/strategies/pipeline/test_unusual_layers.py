@@ -1,7 +1,4 @@
-"""Layers of a pipeline that people write and that once crashed it, or trained wrongly without a word.
-
-Each trains as on one device, or is refused before the first step.
-"""
+"""Layers that once crashed a pipeline, or trained wrongly without a word, train as on one device."""
 
 from __future__ import annotations
 
