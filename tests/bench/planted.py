@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,12 +70,6 @@ FAULTY = Implementation("faulty", "gloo", faulty, "fails in many ways")
 def obey(settings: Any, seat: Seat, turns: Turns) -> None:
     """A job that does what it is told: answers, or ends in one of several ways on one rank."""
     for word, rank in turns:
-        if word == "end late":
-            turns.answer(None)
-            if seat.rank == rank:
-                threading.Event().wait(1.0)
-                Path(settings).touch()
-            return
         if word == "die and raise":
             if seat.rank == rank:
                 os.kill(os.getpid(), signal.SIGKILL)

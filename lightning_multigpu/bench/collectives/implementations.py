@@ -116,12 +116,11 @@ def compressed(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, C
     """The all-reduce of ``ring_ddp(compression="bf16")`` between hosts. The bench's numbers are exact in bf16."""
     from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
     from lightning_multigpu.communication.compression.factory import make_compressor
-    from lightning_multigpu.communication.compression.pieces import GradientPiece
 
     all_reduce = CompressedAllReduce(group, make_compressor("bf16"))
 
     def call(b: Buffers) -> None:
-        all_reduce(b.output, [GradientPiece("tensor", (b.output.numel(),))])
+        all_reduce(b.output, "tensor")
         all_reduce.end_step()
 
     return {"all_reduce": call}

@@ -16,9 +16,8 @@ import pytest
 
 from lightning_multigpu.job.guardian import proc
 from lightning_multigpu.job.guardian.blocking import append, done_within, print_text
-from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.protocol import Connection, encode
+from lightning_multigpu.job.guardian.protocol import Connection
 from lightning_multigpu.job.guardian.watchdog import Watchdog
 from tests.job.guardian.job import eventually
 
@@ -59,17 +58,6 @@ def guarded() -> Iterator[Guarded]:
     guarded = Guarded()
     yield guarded
     guarded.end()
-
-
-def test_a_failure_and_many_long_waits_fit_into_a_message(guarded: Guarded) -> None:
-    """A name, or the lines of many ranks, made the message too long, and nobody was told of the failure."""
-    failure = Failure(
-        "x" * 9_000, host="é" * 60_000, error_type="y" * 60_000, message="x" * 9_000, traceback="é" * 64_000
-    )
-    encode("failure", failure=failure.to_message())
-    encode("waited", lines=["é" * 200] * 64)  # the limits of HangWatch.last_waits
-    guarded.watchdog._fail(failure, 0.0)
-    assert guarded.watchdog._shutdown is not None
 
 
 def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
