@@ -209,10 +209,8 @@ FOLLOWED = {
 def test_what_changes_during_training_trains_as_on_one_device(strategy: str, world2: World) -> None:
     """After 3 epochs all tensors of the replicas differed by about 5e-3.
 
-    Parameter servers failed at the first parameter that was frozen when training began. FairScale deals all parameters
-    out anew where a layer comes that is trained after others were unfrozen. After ``gradient.data = ...`` ranks
-    averaged what was left in the buckets. ``set_()``, which a parametrization calls, dropped the hooks of a parameter:
-    ranks stepped with their own gradients, or the error said that the loss does not depend on it.
+    Parameter servers failed at the first parameter that was frozen when training began. After ``gradient.data = ...``
+    ranks averaged what was left in the buckets, and ``set_()`` dropped the hooks of a parameter.
     """
     first, second = world2.run(train_in_turns, FOLLOWED[strategy], strategy, timeout_s=180)
     torch.testing.assert_close(first, second, rtol=0, atol=0)

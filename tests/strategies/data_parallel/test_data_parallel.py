@@ -241,15 +241,16 @@ class _Evaluated(Classifier):
         assert outputs["mean"] == pytest.approx(float(batch[0].mean()), rel=1e-6)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return batch[0][:, 0].tolist(), [str(float(value)) for value in batch[0][:, 0]]
+        return batch[0][:, 0], [str(float(value)) for value in batch[0][:, 0]]
+
+
+def predicted(strategy: Any, devices: int) -> list[Any]:
+    found: Any = make_trainer(Case(), strategy, devices).predict(_Evaluated(), eval_loader(21, 8))
+    return [(numbers.tolist(), texts) for numbers, texts in found]
 
 
 def test_outputs_of_evaluation_are_in_the_order_of_the_samples() -> None:
-    expected, found = (
-        make_trainer(Case(), strategy, devices).predict(_Evaluated(), eval_loader(21, 8))
-        for strategy, devices in (("auto", 1), (DataParallelStrategy(), 3))
-    )
-    assert found == expected
+    assert predicted(DataParallelStrategy(), 3) == predicted("auto", 1)
 
 
 @pytest.mark.parametrize("inference_mode", [False, True])

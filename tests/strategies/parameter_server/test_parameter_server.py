@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from lightning_multigpu.job import failure_watch
-from tests.modules import Normalised, ReadsGradients
+from tests.modules import Normalised
 from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
@@ -101,19 +101,6 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
         assert len(servers) == 2
         assert workers == []
         assert second["report"] == report
-
-
-def averages(name: str) -> list[int]:
-    """Averages of the gradients of a step, where hooks read them."""
-    trainer = fit(ReadsGradients(), name, Case(trainer={"accumulate_grad_batches": 7}))
-    strategy: Any = trainer.strategy
-    strategy.meter.flush()
-    return [sum(o.count for o in step.of("all_reduce", "data")) for step in strategy.meter.steps]
-
-
-@both
-def test_gradients_that_are_read_are_averaged_once_a_step(world2: World, name: str) -> None:
-    assert world2.run(averages, name) == [[2, 2, 2]] * 2, "their kinds, and all of them"
 
 
 def begins_apart(name: str, path: str) -> dict[str, Any]:
