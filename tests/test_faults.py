@@ -54,7 +54,7 @@ def train(fault: Callback, directory: Path, **loader: Any) -> Progress:
     ],
 )
 def test_on_one_device(where: faults.Where, step: int, before: list[str], tmp_path: Path) -> None:
-    """Other places are in launch/test_fault_matrix.py and launch/test_joining.py."""
+    """Other places are in launch/test_fault_matrix.py and launch/test_failures.py."""
     fault = faults.plant(RAISES, rank=0, step=step, where=where)
     assert train(fault, tmp_path).events[-2:] == [*before, "raised"]
 
