@@ -153,7 +153,6 @@ def test_both_ends_of_a_link_are_named(address: str, name: str, monkeypatch: pyt
     monkeypatch.setattr(joining.CONNECTIONS, "silent", lambda limit_s: looks.pop(0) if limit_s == 2.5 else None)
     hosts = {"10.0.0.3": "node 2 (host c)"}
     assert joining.broken_link("node 1 (host b)", hosts, 5.0) is None
-    found = joining.broken_link("node 1 (host b)", hosts, 5.0)
-    assert found is not None
+    found: Any = joining.broken_link("node 1 (host b)", hosts, 5.0)
     assert found[0].what.startswith(f"node 1 (host b) has received nothing from {name} for 2.6 s: ")
     assert found[1] == 2.6

@@ -139,12 +139,7 @@ class TestStarting:
         ],
     )  # fmt: skip
     def test_ranks_that_a_command_line_will_need(
-        self,
-        trainer: object,
-        environment: dict[str, str],
-        count: int,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
+        self, trainer: object, environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
         monkeypatch.setattr(fit, "usable_cores", lambda: 3)

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from lightning_multigpu.job.guardian import Guardian
-from lightning_multigpu.job.guardian.start import ADDRESS
 from tests.job.guardian.job import WORK, Job, eventually, is_alive, line_of, start_rank
 
 pytestmark = pytest.mark.launch
@@ -173,11 +172,3 @@ def test_what_has_been_started_is_watched_before_it_introduces_itself(status: in
     assert f"ended with exit status {status} {when}".rstrip() in printed
     assert eventually(lambda: not is_alive(guardian.pid))
     guardian.stop()
-
-
-def test_a_guardian_ends_when_ranks_will_not_come_any_more() -> None:
-    guardian = Guardian.start(num_ranks=2)
-    assert is_alive(guardian.pid)
-    guardian.stop()
-    assert eventually(lambda: not is_alive(guardian.pid))
-    assert ADDRESS not in os.environ

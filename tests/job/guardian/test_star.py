@@ -6,6 +6,7 @@ import select
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 
@@ -135,8 +136,7 @@ def test_a_failure_and_its_age_reach_all(three: Network) -> None:
     three.nodes[2].hosts.send_failure(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
     three.deliver()
     for node in three.nodes[:2]:
-        found = node.hosts.observe(three.now_s)
-        assert found is not None
+        found: Any = node.hosts.observe(three.now_s)
         assert found.failure.describe() == "rank 5 (host h) was ended by SIGKILL"
         assert found.since_s == pytest.approx(three.now_s - 2)
         node.hosts.send_failure(found.failure, found.since_s)  # node 0 passes it on
