@@ -78,23 +78,17 @@ def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, m
 
 
 def test_a_rank_that_is_started_when_another_has_its_place_ends_the_job_and_not_the_guardian(guarded: Guarded) -> None:
-    client = _introduced(guarded, 7)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect("\0" + guarded.address)
+    client = Connection(sock)
+    client.send("hello", rank=7)
+    assert eventually(lambda: guarded.watchdog.turn() or guarded.watchdog._connections)
     Connection(guarded.owner).send("started", rank=0, pid=os.getpid())
     guarded.watchdog.turn()
     assert guarded.watchdog._shutdown is not None
     assert "rank 0" in (what := guarded.watchdog._shutdown.failure.what)
     assert "one too many" in what
     client.close()
-
-
-def _introduced(guarded: Guarded, rank: int) -> Connection:
-    """The connection of this process, as ``rank``."""
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect("\0" + guarded.address)
-    connection = Connection(sock)
-    connection.send("hello", rank=rank)
-    assert eventually(lambda: guarded.watchdog.turn() or guarded.watchdog._connections)
-    return connection
 
 
 def test_a_thread_that_cannot_be_started_ends_no_guardian(
