@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -18,15 +18,14 @@ from lightning_multigpu.engine.parameter_server.served_shard import Clocks
 from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish, wait_until
 from tests.engine.parameter_server.updates import (
     OPTIMIZERS,
-    OrderedSGD,
+    Make,
+    NormedSGD,
     assert_equal,
     gradients,
     groups_of,
     on_one_device,
     weights,
 )
-
-Make = Callable[[Any], optim.Optimizer]
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -63,22 +62,10 @@ class Worker:
     def leave(self) -> None:
         self._stack.close()
 
-    def vanish(self) -> None:
-        """Its process ends without a word."""
-        vanish(self.connections)
-
 
 @contextlib.contextmanager
-def workers(
-    make: Make = sgd,
-    number: int = 2,
-    *,
-    num_servers: int = 1,
-    in_memory: Collection[int] = ALL,
-    begin: bool = True,
-    **rules: Any,
-) -> Iterator[list[Worker]]:
-    with job(num_servers, number, in_memory=in_memory, is_synchronous=False, **rules) as found:
+def workers(make: Make = sgd, num_workers: int = 2, *, begin: bool = True, **options: Any) -> Iterator[list[Worker]]:
+    with job(num_workers=num_workers, is_synchronous=False, **options) as found:
         made = found.workers.run(lambda worker: Worker(found, worker, make))  # they join together
         try:
             for worker in made if begin else ():
@@ -94,12 +81,12 @@ def are_waiting(*calls: Future[Any]) -> bool:
 
 
 @pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,))], ids=["1", "3"])
-@pytest.mark.parametrize("name", ["AdamW", "Muon", "OrderedSGD"])
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "NormedSGD"])
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
     name: str, num_servers: int, in_memory: Collection[int]
 ) -> None:
     """Staleness is the number of updates by others since the weights came."""
-    make = OPTIMIZERS.get(name, lambda groups: OrderedSGD(groups, lr=0.1))
+    make = OPTIMIZERS.get(name, lambda groups: NormedSGD(groups, lr=0.1))
     order = [0, 0, 1, 0, 1, 0]
     updates = [gradients(step, worker) for step, worker in enumerate(order)]
     with workers(make, num_servers=num_servers, in_memory=in_memory) as both:
@@ -129,14 +116,14 @@ def test_each_worker_clips_by_the_norm_over_all_servers() -> None:
 
 @pytest.mark.parametrize("way", ["it steps", "it is lost", "it leaves", "it pauses"])
 def test_a_worker_waits_when_it_is_too_far_ahead(way: str) -> None:
-    with workers(number=3, max_staleness=2, num_servers=2) as (first, slow, third):
+    with workers(num_workers=3, max_staleness=2, num_servers=2) as (first, slow, third):
         for step in range(4):
             calls = [worker.aside(worker.step, gradients(step, 0)) for worker in (first, third)]
             if step == 2:
                 assert are_waiting(*calls), "the third step would be one too many"
                 {
                     "it steps": lambda: slow.step(gradients(50, 1)),
-                    "it is lost": slow.vanish,
+                    "it is lost": lambda: vanish(slow.connections),
                     "it leaves": slow.leave,
                     "it pauses": slow.connections.pause,
                 }[way]()
@@ -167,7 +154,7 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
         for parameter, gradient in zip(second.parameters, gradients(7, 1), strict=True):
             parameter.grad = gradient
         second.remote.transport._push(second.remote.transport._buckets[0])
-        second.vanish()
+        vanish(second.connections)
         updates = [gradients(step, 0) for step in range(3)]
         for update in updates:
             first.step(update)
@@ -178,7 +165,7 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
 
 def test_the_job_ends_with_worker_0() -> None:
     with workers() as (first, second):
-        first.vanish()
+        vanish(first.connections)
         with pytest.raises(PairEndedError, match="has ended"):
             second.connections.begin_training()
 
@@ -203,7 +190,7 @@ def unfreeze(worker: Worker) -> None:
 
 def test_parameters_that_come_later_come_at_each_workers_own_time() -> None:
     """As when a backbone is unfrozen in the second epoch: one worker is there before worker 0, another long after."""
-    with workers(lambda groups: sgd(groups[:1]), number=3) as (first, early, late):
+    with workers(lambda groups: sgd(groups[:1]), num_workers=3) as (first, early, late):
         waiting = early.aside(unfreeze, early)
         late.step(gradients(0, 0))
         first.step(gradients(1, 0))
@@ -370,7 +357,7 @@ def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
         second.connections.trained(0, 1)
         assert second.next_batch(3) is None, "all but worker 0 go on"
         assert not waiting.done()
-        second.vanish()
+        vanish(second.connections)
         assert waiting.result(20) == 2
         for number in (0, 2):
             first.connections.trained(0, number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,9 +21,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment, mapped
 from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
-from lightning_multigpu.engine.parameter_server.servers import Servers
 from tests.engine.parameter_server.test_asynchronous_updates import workers
-from tests.engine.parameter_server.test_servers import Job, job, train, wait_until
+from tests.engine.parameter_server.test_servers import job, train, vanish, wait_until
 from tests.engine.parameter_server.updates import assert_equal, averaged, gradients, groups_of, on_one_device, weights
 
 NOBODY = 65534
@@ -84,23 +83,6 @@ def test_an_error_that_is_not_of_the_connection_stays_as_it_is(
     assert not isinstance(caught.value, PairEndedError)
 
 
-def trained(found: Job) -> list[tuple[Servers, int]]:
-    """Two workers train as one device does; returns the connections of each, and the bytes that it pushed in memory."""
-    expected, _ = on_one_device(lambda groups: optim.AdamW(groups, lr=0.1), [averaged(step) for step in range(3)])
-
-    def work(worker: int) -> tuple[Servers, int]:
-        meter = Meter()
-        with found.connections(worker, meter) as connections:
-            parameters = weights()
-            train(connections, parameters, optim.AdamW(groups_of(parameters), lr=0.1), range(3))
-            assert_equal(parameters, expected)
-            meter.end_step()
-        meter.flush()
-        return connections, meter.steps[0].memory_bytes
-
-    return found.workers.run(work)
-
-
 @pytest.mark.parametrize("is_synchronous", [True, False], ids=["sync", "async"])
 def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     carried: set[bool] = set()
@@ -124,25 +106,32 @@ def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypat
     wait_until(lambda: num_mapped() == before)
 
 
-def cannot(*_: Any) -> Any:
-    raise PermissionError(errno.EACCES, "another user's")
-
-
 def test_memory_that_cannot_be_shared_is_told_of_and_sockets_carry_all(monkeypatch: pytest.MonkeyPatch) -> None:
     before = num_mapped()
-    monkeypatch.setattr(servers_module, "mapped", cannot)
+    monkeypatch.setattr(servers_module, "mapped", mock.Mock(side_effect=PermissionError(13, "another user's")))
+    expected, _ = on_one_device(lambda groups: optim.AdamW(groups, lr=0.1), [averaged(step) for step in range(3)])
     with job(2) as found:
-        for connections, memory_bytes in trained(found):
-            assert memory_bytes == 0
+
+        def work(worker: int) -> None:
+            meter = Meter()
+            with found.connections(worker, meter) as connections:
+                parameters = weights()
+                train(connections, parameters, optim.AdamW(groups_of(parameters), lr=0.1), range(3))
+                assert_equal([p.detach() for p in parameters], expected)
+                meter.end_step()
+            meter.flush()
+            assert meter.steps[0].memory_bytes == 0
             assert [*connections.unshared.values()] == ["[Errno 13] another user's"] * 2
             assert all(name.startswith("parameter server ") for name in connections.unshared)
+
+        found.workers.run(work)
     assert num_mapped() == before
 
 
 def test_what_a_lost_worker_shared_is_freed() -> None:
-    with workers(number=2) as (first, second):
+    with workers() as (first, second):
         before = num_mapped()
-        second.vanish()
+        vanish(second.connections)
         second.leave()
         wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
         del second.remote, second.connections
@@ -192,14 +181,3 @@ class TestSegment:
             mapped((pid, descriptor, bytes(16)))
         if os.geteuid() == 0:
             assert is_refused_to_others(segment)
-
-
-def test_synchronous_workers_read_the_weights_of_the_server() -> None:
-    """The server makes no copy for each of them."""
-    with job() as found:
-        trained(found)
-        (shard,) = found.servers[0]._shards.values()
-        for bucket in shard._buckets.values():
-            assert {room.pulled.data_ptr() for room in bucket.rooms.values()} == {bucket.weights.data_ptr()}
-            assert len({room.pushed.data_ptr() for room in bucket.rooms.values()}) == 2
-            assert all(torch.equal(bucket.part(bucket.weights, i), p) for i, p in enumerate(bucket.pieces))

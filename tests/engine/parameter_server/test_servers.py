@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import pytest
@@ -36,11 +36,9 @@ from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.placement.owned_step import OwnedStep
-from lightning_multigpu.placement.table import Split
 from tests.engine.parameter_server.updates import (
     STEPS,
     DecayingSGD,
-    Trained,
     assert_as_on_one_device,
     assert_equal,
     assert_unusual,
@@ -54,6 +52,7 @@ from tests.threads import Threads
 
 SMALL = 100  # bytes of a bucket: each of the weights has one of its own
 ALL = range(1_000_000)
+T = TypeVar("T")
 
 
 @dataclass
@@ -83,6 +82,15 @@ class Job:
         finally:
             found.close()
 
+    def run(self, work: Callable[[Servers], T]) -> list[T]:
+        """What the function returns for the connections of each worker."""
+
+        def with_connections(worker: int) -> T:
+            with self.connections(worker) as connections:
+                return work(connections)
+
+        return self.workers.run(with_connections)
+
 
 def vanish(servers: Servers) -> None:
     """Ends a worker's connections, as the kernel does when its process ends."""
@@ -106,12 +114,7 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 @contextlib.contextmanager
-def job(
-    num_servers: int = 1,
-    num_workers: int = 2,
-    in_memory: Collection[int] = ALL,
-    **rules: Any,
-) -> Iterator[Job]:
+def job(num_servers: int = 1, num_workers: int = 2, in_memory: Collection[int] = ALL, **rules: Any) -> Iterator[Job]:
     served = ServedJob("servers/1", "127.0.0.1", num_workers, num_servers, 20.0, 20.0, **rules)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = Job(served, store, Threads(num_workers), [""] * num_servers, in_memory)
@@ -158,15 +161,8 @@ class AverageOfThreads:
         return (told.mean(0) if reduction == "mean" else told.amax(0)).to(tensor.dtype)
 
 
-def train(
-    connections: Servers,
-    parameters: list[nn.Parameter],
-    optimizer: Optimizer,
-    steps: range,
-    *,
-    split: Split | None = None,
-) -> ServerStep:
-    remote = server_step(optimizer, connections, bucket_bytes=SMALL, split=split)
+def train(connections: Servers, parameters: list[nn.Parameter], optimizer: Optimizer, steps: range) -> ServerStep:
+    remote = server_step(optimizer, connections, bucket_bytes=SMALL)
     for step in steps:
         for parameter, gradient in zip(parameters, gradients(step, connections.worker), strict=False):
             parameter.grad = gradient
@@ -177,12 +173,11 @@ def train(
 @pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,))], ids=["1", "3"])
 def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_memory: Collection[int]) -> None:
     with job(num_servers, in_memory=in_memory) as found:
-
-        def work(worker: int) -> Trained:
-            with found.connections(worker) as connections:
-                return every_optimizer(lambda each: server_step(each, connections, bucket_bytes=SMALL), worker)
-
-        results = found.workers.run(work)
+        results = found.run(
+            lambda connections: every_optimizer(
+                lambda each: server_step(each, connections, bucket_bytes=SMALL), connections.worker
+            )
+        )
     assert found.problems == [""] * num_servers
     assert_as_on_one_device(*results)
 
@@ -191,18 +186,16 @@ def test_unusual_steps() -> None:
     """Gradients that one worker lacks, groups that come later, weights and rates that hooks change, and clipping."""
     with job(2, in_memory=(0,)) as found, hooks_of_all_optimizers() as calls:
 
-        def work(worker: int) -> dict[str, Any]:
-            with found.connections(worker) as connections:
+        def work(connections: Servers) -> dict[str, Any]:
+            def serve(optimizer: Optimizer) -> ServerStep:
+                step = server_step(optimizer, connections, bucket_bytes=SMALL)
+                group: Any = AverageOfThreads(found.workers, connections.worker)
+                step.average = partial(average_gradients, group=group)
+                return step
 
-                def serve(optimizer: Optimizer) -> ServerStep:
-                    step = server_step(optimizer, connections, bucket_bytes=SMALL)
-                    group: Any = AverageOfThreads(found.workers, worker)
-                    step.average = partial(average_gradients, group=group)
-                    return step
+            return unusual_steps(serve, connections.worker, calls)
 
-                return unusual_steps(serve, worker, calls)
-
-        results = found.workers.run(work)
+        results = found.run(work)
     first, second = (found.servers[number]._shards for number in range(2))
     assert 0 in first, "the first optimizer cannot be divided"
     assert 0 not in second, "a server without a part holds nobody back"
@@ -254,16 +247,17 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
 def test_workers_with_other_models_are_refused() -> None:
     with job() as found:
 
-        def work(worker: int) -> None:
-            with found.connections(worker) as connections:
-                parameters = weights()[: 3 - worker]
-                train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
+        def work(connections: Servers) -> None:
+            parameters = weights()[: 3 - connections.worker]
+            train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
 
         with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
-            found.workers.run(work)
+            found.run(work)
 
 
-def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
+def test_options_of_any_kind_travel_and_what_no_server_can_make_is_refused() -> None:
+    """Numbers and texts alone did, in JSON."""
+
     class Local(optim.SGD):
         pass
 
@@ -272,11 +266,6 @@ def test_an_optimizer_that_no_server_can_make_is_refused() -> None:
             server_step(Local(weights(), lr=0.1), connections)
         with pytest.raises(ValueError, match="LBFGS evaluates the loss several times within a step"):
             server_step(optim.LBFGS(weights()), connections)
-
-
-def test_options_of_any_kind_travel_and_those_that_cannot_be_pickled_are_refused() -> None:
-    """Numbers and texts alone did, in JSON."""
-    with job(num_workers=1) as found, found.connections(0) as connections:
         optimizer = optim.SGD(parameters := weights(), lr=0.1)
         optimizer.param_groups[0]["rule"] = {"scale": torch.tensor(2.0), "function": torch.nn.functional.gelu}
         train(connections, parameters, optimizer, range(1)).close()
@@ -325,18 +314,17 @@ def test_a_server_that_has_failed_says_why(kind: type[optim.SGD]) -> None:
 def test_a_worker_that_is_gone_ends_the_job(worker: int) -> None:
     with job(2) as found:
 
-        def work(own: int) -> None:
-            with found.connections(own) as connections:
-                parameters = weights()
+        def work(connections: Servers) -> None:
+            parameters = weights()
+            train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
+            found.workers.gather(connections.worker, None)
+            if connections.worker == worker:
+                vanish(connections)
+            else:
                 train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
-                found.workers.gather(own, None)
-                if own == worker:
-                    vanish(connections)
-                else:
-                    train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
 
         with pytest.raises(PairEndedError, match=f"worker {worker} has ended, or the connection to it|has ended"):
-            found.workers.run(work)
+            found.run(work)
     assert all(problem.startswith(f"worker {worker} has ended") for problem in found.problems)
 
 

@@ -16,10 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from lightning_multigpu.placement.owned_step import OwnedStep
 
 Serve = Callable[[Optimizer], OwnedStep[Any]]
-GradientsOf = Callable[[int], list[Tensor]]
+Updates = list[list[Tensor]]
+Make = Callable[[Any], Optimizer]
 
 # Each with the options under which most of its arithmetic is used.
-OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "Adam": lambda groups: optim.Adam(groups, lr=0.1, amsgrad=True, weight_decay=0.1),
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.1),
@@ -48,16 +49,6 @@ class NormedSGD(optim.SGD):
             norm = torch.linalg.vector_norm(torch.cat([gradient.reshape(-1) for gradient in gradients]))
             for gradient in gradients:
                 gradient.div_(norm)
-        return super().step(closure)
-
-
-class OrderedSGD(optim.SGD):
-    """Its update of a parameter depends on the parameter's place among those with gradients."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for place, parameter in enumerate(p for p in group["params"] if p.grad is not None):
-                parameter.grad.mul_(place + 1)
         return super().step(closure)
 
 
@@ -90,25 +81,30 @@ def averaged(step: int) -> list[Tensor]:
     return [(a + b) / 2 for a, b in zip(gradients(step, 0), gradients(step, 1), strict=True)]
 
 
+def of_rank(number: int) -> Updates:
+    """Its gradients of all steps."""
+    return [gradients(step, number) for step in range(STEPS)]
+
+
 def steps_of(
     optimizer: Optimizer,
     parameters: list[nn.Parameter],
-    gradients_of: GradientsOf,
+    updates: Updates,
     serve: Serve | None = None,
     *,
     closures: bool = False,
     after_each: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """The weights after ``STEPS`` steps; with ``closures`` those of every other step add the gradients once more."""
+    """The weights after steps with these gradients; with ``closures`` every other step adds its gradients once more."""
     served = serve(optimizer) if serve else None
-    for step in range(STEPS):
+    for step, given in enumerate(updates):
 
-        def closure(given: list[Tensor] = gradients_of(step)) -> None:  # noqa: B008
+        def closure(given: list[Tensor] = given) -> None:
             for parameter, gradient in zip(parameters, given, strict=True):
                 assert parameter.grad is not None
                 parameter.grad = parameter.grad + gradient
 
-        for parameter, gradient in zip(parameters, gradients_of(step), strict=True):
+        for parameter, gradient in zip(parameters, given, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step(closure if closures and step % 2 else None)  # type: ignore[arg-type]
         after_each()
@@ -117,17 +113,11 @@ def steps_of(
     return [parameter.detach() for parameter in parameters]
 
 
-def on_one_device(
-    make: Callable[[Any], Optimizer], updates: list[list[Tensor]] | None = None
-) -> tuple[list[nn.Parameter], dict[str, Any]]:
+def on_one_device(make: Make, updates: Updates | None = None) -> tuple[list[Tensor], dict[str, Any]]:
     """The weights and the state after updates with these gradients, by default with the averages of ``STEPS`` steps."""
-    parameters = weights()
-    optimizer = make(groups_of(parameters))
-    for update in [averaged(step) for step in range(STEPS)] if updates is None else updates:
-        for parameter, gradient in zip(parameters, update, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step()
-    return parameters, optimizer.state_dict()
+    optimizer = make(groups_of(parameters := weights()))
+    found = steps_of(optimizer, parameters, [averaged(step) for step in range(STEPS)] if updates is None else updates)
+    return found, optimizer.state_dict()
 
 
 def sparse_gradient(step: int, number: int) -> Tensor:
@@ -162,7 +152,7 @@ def sparse_steps(number: int = 0, serve: Serve | None = None) -> Tensor:
     return parameter.detach()
 
 
-VALUES: dict[str, Callable[[Any], Optimizer]] = {
+VALUES: dict[str, Make] = {
     "rate": lambda groups: optim.Adam(groups, lr=torch.tensor(0.1)),
     "rate of one dimension": lambda groups: optim.Adam(groups, lr=torch.tensor([0.1])),
     "betas": lambda groups: optim.Adam(groups, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
@@ -170,11 +160,11 @@ VALUES: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def scheduled_steps(name: str, gradients_of: GradientsOf, serve: Serve | None = None) -> list[Tensor]:
+def scheduled_steps(name: str, updates: Updates, serve: Serve | None = None) -> list[Tensor]:
     """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
     optimizer = VALUES[name](parameters := weights())
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
-    return steps_of(optimizer, parameters, gradients_of, serve, after_each=scheduler.step)
+    return steps_of(optimizer, parameters, updates, serve, after_each=scheduler.step)
 
 
 @contextlib.contextmanager
@@ -192,18 +182,14 @@ def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
             handle.remove()
 
 
-def hooked_steps(
-    gradients_of: GradientsOf, calls: list[tuple[Optimizer, str]], serve: Serve | None = None
-) -> list[Tensor]:
+def hooked_steps(updates: Updates, calls: list[tuple[Optimizer, str]], serve: Serve | None = None) -> list[Tensor]:
     """Steps with hooks that change the gradients and the weights, element by element; every other has a closure."""
     parameters = weights()
     optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
 
     def before(*_: Any) -> None:
         calls.append((optimizer, "before"))
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.clamp_(-0.3, 0.3)
+        nn.utils.clip_grad_value_(parameters, 0.3)
 
     def after(*_: Any) -> None:
         calls.append((optimizer, "after"))
@@ -212,7 +198,7 @@ def hooked_steps(
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    found = steps_of(optimizer, parameters, gradients_of, serve, closures=True)
+    found = steps_of(optimizer, parameters, updates, serve, closures=True)
     assert [word for of, word in calls if of is optimizer] == ["all before", "before", "after", "all after"] * STEPS
     return found
 
@@ -229,17 +215,14 @@ def every_optimizer(serve: Serve, number: int, held_by: Callable[[OwnedStep[Any]
     found: Trained = {}
     for name, make in OPTIMIZERS.items():
         begin = STEPS // 2 if name in LOADED else 0
-        parameters, halfway = on_one_device(make, [averaged(step) for step in range(begin)])
-        optimizer = make(groups_of(parameters))
+        given, halfway = on_one_device(make, [averaged(step) for step in range(begin)])
+        optimizer = make(groups_of(parameters := [nn.Parameter(each) for each in given]))
         server = serve(optimizer)
         if begin:
             server.load_state_dict(halfway)
-        for step in range(begin, STEPS):
-            for parameter, gradient in zip(parameters, gradients(step, number), strict=True):
-                parameter.grad = gradient
-            optimizer.step()
+        trained = steps_of(optimizer, parameters, of_rank(number)[begin:])
         assert not optimizer.state, "a device holds no state"
-        found[name] = [p.detach() for p in parameters], server.state_dict(), held_by(server)
+        found[name] = trained, server.state_dict(), held_by(server)
         server.close()
         assert "step" not in vars(optimizer), "the optimizer has its own step again"
     return found
@@ -257,25 +240,25 @@ def assert_as_on_one_device(first: Mapping[str, Any], second: Mapping[str, Any])
 
 
 def unusual_weights(
-    gradients_of: GradientsOf, calls: list[tuple[Optimizer, str]], number: int = 0, serve: Serve | None = None
+    updates: Updates, calls: list[tuple[Optimizer, str]], number: int = 0, serve: Serve | None = None
 ) -> dict[str, Any]:
     """The weights of one device, or of one of two ranks or workers, after steps with something unusual."""
     parameters = weights()
     found: dict[str, Any] = {
-        "one updates all": steps_of(NormedSGD(groups_of(parameters), lr=0.1), parameters, gradients_of, serve),
-        "hooks": hooked_steps(gradients_of, calls, serve),
+        "one updates all": steps_of(NormedSGD(groups_of(parameters), lr=0.1), parameters, updates, serve),
+        "hooks": hooked_steps(updates, calls, serve),
         "sparse": sparse_steps(number, serve),
     }
     parameters = weights()
     optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
-    steps_of(optimizer, parameters[:1], lambda step: gradients_of(step)[:1], serve)
+    steps_of(optimizer, parameters[:1], [update[:1] for update in updates], serve)
     found["a group without gradients"] = [p.detach() for p in parameters]
-    return found | {name: scheduled_steps(name, gradients_of, serve) for name in VALUES}
+    return found | {name: scheduled_steps(name, updates, serve) for name in VALUES}
 
 
 def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]]) -> dict[str, Any]:
     """What one of two ranks, or workers, gets from steps with something unusual."""
-    found = {"weights": unusual_weights(lambda step: gradients(step, number), calls, number, serve)}
+    found = {"weights": unusual_weights(of_rank(number), calls, number, serve)}
     optimizer = optim.SGD(groups_of(weights()), lr=0.1, momentum=0.9)
     server = serve(optimizer)
     optimizer.step()
@@ -307,7 +290,7 @@ def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]])
 def assert_unusual(found: dict[str, Any]) -> None:
     """The results of :func:`unusual_steps` are those of one device."""
     with hooks_of_all_optimizers() as calls:
-        assert_equal(found["weights"], unusual_weights(averaged, calls))
+        assert_equal(found["weights"], unusual_weights([averaged(step) for step in range(STEPS)], calls))
     assert found["a group that came later, on one rank"] == [0.5] * 3, "the mean of 1 and of no gradient"
     # The momentum of the step before, 0.5 x 0.9, and the gradient.
     assert found["a weight and a rate that changed"] == pytest.approx([-2.0 * 1.45] * 3)
