@@ -12,7 +12,6 @@ import yaml
 
 from examples.digits import DigitsData
 from examples.hugging_face import CausalLM
-from examples.language_model import TextData
 from lightning_multigpu.cli import main
 from tests import documents
 from tests.documents import ROOT, run
@@ -117,13 +116,3 @@ def test_digits_are_split_alike_every_time_and_without_overlap() -> None:
     assert [len(part) for part in parts] == [1257, 270, 270]
     assert sorted(index for part in parts for index in part.indices) == list(range(1797))
     assert first.test_set.indices == second.test_set.indices
-
-
-def test_every_byte_but_the_first_is_a_target_once(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(index % 256 for index in range(401)))
-    data = TextData(path, context=10, batch_size=4)
-    data.setup("fit")
-    windows = torch.cat([data.train_set.tensors[0], data.val_set.tensors[0]])
-    assert (len(data.train_set), len(data.val_set)) == (36, 4)
-    assert windows[:, 1:].flatten().tolist() == [index % 256 for index in range(1, 401)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import threading
@@ -81,22 +80,7 @@ def obey(settings: Any, seat: Seat, turns: Turns) -> None:
             raise ValueError("as told")
         elif word == "exit":
             os._exit(3)
-        elif word == "answer late":
-            _answer_late(turns)
         elif word == "return":
             return
         elif word == "hang":
             threading.Event().wait()
-
-
-def _answer_late(turns: Turns) -> None:
-    """Answers when the time is up, while the stacks are being written."""
-    is_late = threading.Event()
-
-    def write_slowly(**options: Any) -> None:
-        is_late.set()
-        threading.Event().wait(1.0)
-
-    faulthandler.dump_traceback = write_slowly
-    is_late.wait()
-    turns.answer(None)

