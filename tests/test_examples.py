@@ -10,7 +10,6 @@ import pytest
 import torch
 import yaml
 
-from examples.digits import DigitsData
 from examples.hugging_face import CausalLM
 from lightning_multigpu.cli import main
 from tests import documents
@@ -106,13 +105,3 @@ def test_a_decoder_of_hugging_face_is_fine_tuned_and_goes_back_to_hugging_face(t
     again = CausalLM(pretrained=str(tmp_path / "saved")).model
     torch.testing.assert_close(again.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert len(again.generate(torch.tensor([[84, 104]]), max_new_tokens=2)[0]) == 4
-
-
-def test_digits_are_split_alike_every_time_and_without_overlap() -> None:
-    first, second = DigitsData(), DigitsData()
-    first.setup("fit")
-    second.setup("test")
-    parts = [first.train_set, first.val_set, first.test_set]
-    assert [len(part) for part in parts] == [1257, 270, 270]
-    assert sorted(index for part in parts for index in part.indices) == list(range(1797))
-    assert first.test_set.indices == second.test_set.indices

@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from lightning_multigpu.bench import calibration, kernels
-from lightning_multigpu.bench.collectives import collective_run
-from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
@@ -226,22 +224,6 @@ def test_every_strategy_that_trains_in_a_world_gets_a_cost(world: World, monkeyp
     wanted = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "pipeline_1f1b", "tensor_split"}
     assert {each.strategy for each in found.references} == wanted | ({"cpu_ps", "dp"} if world == ONE_HOST else set())
     assert {each.world for each in found.references} == {world}
-
-
-def test_long_messages_are_measured_where_they_do_not_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest ones would take 1.3 s."""
-    asked: list[Any] = []
-
-    def rows(hosts: Any, plan: CollectivePlan) -> list[CollectiveResult]:
-        asked.append(plan.sizes)
-        row = CollectiveResult(operation=plan.operations[0], implementation="", size_bytes=0)
-        return [replace(row, size_bytes=size, seconds=Spread.of([4e-8 * size])) for size in plan.sizes]
-
-    monkeypatch.setattr(collective_run, "measure", rows)
-    found = calibration.with_collectives(None, "cuda", machine(HOSTS), HOSTS)  # type: ignore[arg-type]
-    assert asked == [calibration.SIZES[:4], [8 << 20]] * 2
-    assert {each.operation for each in found.collectives} == {"all_reduce", "send_recv"}
-    assert found.between.s_per_byte == pytest.approx(4e-8)
 
 
 @pytest.mark.launch
