@@ -156,21 +156,6 @@ class TestTurns:
         assert (requests.answers[0].parameters, requests.answers[0].samples) == (2, 7)
         assert requests.answers[0].metered is None
 
-    def test_memory_is_counted_where_the_plan_asks_for_it(self, tmp_path: Path) -> None:
-        """The hooks that count what is saved for backward do not work within transforms of torch.func."""
-
-        class Transformed(Counting):
-            def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-                assert torch.func.grad(lambda x: x.square().sum())(batch.detach()).shape == batch.shape
-                return super().training_step(batch, batch_idx)
-
-        plain, counted = Transformed(), Counting()
-        requests = FakeRequests(plain, Turn(0, 3)), FakeRequests(counted, Turn(0, 3))
-        self.fit(tmp_path, plain, requests[0])
-        self.fit(tmp_path, counted, requests[1], counts_memory=True)
-        assert requests[0].answers[0].memory == {}
-        assert requests[1].answers[0].memory["parameters_bytes"] == 8
-
     def test_the_meter_tells_of_timed_steps_only(
         self, tmp_path: Path, model: Counting, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -126,16 +126,6 @@ class TestFrame:
         assert main(["strategis"]) == 2
         assert capsys.readouterr().err == ""
 
-    def test_a_reader_that_goes_away(self) -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        command = [sys.executable, "-m", "lightning_multigpu", "strategies"]
-        done = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-        )
-        os.close(writer)
-        assert (done.returncode, done.stderr) == (1, b"")
-
 
 class TestWithoutLightning:
     """Importing Lightning and torch takes seconds, and answers that need neither came after them."""

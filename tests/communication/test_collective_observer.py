@@ -53,14 +53,6 @@ def test_an_error_breaks_it_and_the_meter_goes_on() -> None:
     assert meter.steps[0].operations[0].count == 1
 
 
-def test_what_nobody_waits_for_need_not_be_told() -> None:
-    meter, told = noted_meter()
-    meter.begin("send", group="pipeline", group_size=2, size_bytes=4, noted=False).finish()
-    meter.end_step()
-    assert told.events == []
-    assert meter.steps[0].operations[0].sent_bytes == 4
-
-
 @pytest.mark.parametrize(
     ("ranks", "text"),
     [([0, 1, 2, 3], "0-3"), ([1, 3, 5], "1-5:2"), ([0, 3, 4], "0,3,4"), ([7], "7"), ([4, 2], "4,2"), ([], "")],

@@ -101,29 +101,6 @@ def test_no_rank_is_too_early_or_too_late(world: World, calls: Callable[[], None
     world.run(calls)
 
 
-def _shards() -> list[Tensor]:
-    found = []
-    with shared_memory() as shared:
-        n = shared.world_size
-        for key, bounds in enumerate([None, [(0, 0), *((i * 1000, (i + 1) * 1000) for i in range(n - 1))]]):
-            tensor = contribution(shared.rank, 1000 * (n - 1) if bounds else 1001, torch.float32)
-            shared.move(tensor, key)
-            own = shared.reduce_scatter(tensor, average=True, bounds=bounds)
-            a, b = (bounds or chunk_bounds(1001, n))[shared.rank]
-            assert own.numel() == b - a
-            assert own.numel() == 0 or own.data_ptr() == tensor[a:b].data_ptr()
-            own.mul_(2)
-            found.append(shared.all_gather(tensor, bounds=bounds).clone())
-    return found
-
-
-def test_shards_are_summed_and_gathered(world: World) -> None:
-    n = world.num_ranks
-    for results in world.run(_shards):
-        for result in results:
-            assert torch.equal(result, 2 * sum_in_rank_order(n, result.numel(), torch.float32, average=True))
-
-
 def _of_two_hosts(moved: bool) -> list[Tensor]:
     with hierarchy(hosts=HOSTS) as reduce:
         tensors = [given(0, rank(), numel) for numel in (1, 4, 1000, 300_001)]

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,11 +29,9 @@ def arrival(rank: int, world_size: int = 3, *, pid: int | None = None, **table: 
     return Arrival(rank, f"host{rank}", rank, 100 + rank if pid is None else pid, world_size, table)
 
 
-def rendezvous(
-    store: Any, own: Arrival, timeout_s: float = LONG_S, attempt: str = "0", check: Callable[[], None] = lambda: None
-) -> Rendezvous:
+def rendezvous(store: Any, own: Arrival, timeout_s: float = LONG_S, attempt: str = "0") -> Rendezvous:
     deadline_s = time.monotonic() + timeout_s
-    return Rendezvous(store, own, attempt=attempt, deadline_s=deadline_s, timeout_s=timeout_s, check=check)
+    return Rendezvous(store, own, attempt=attempt, deadline_s=deadline_s, timeout_s=timeout_s, check=lambda: None)
 
 
 def meet(*arrivals: Arrival, timeout_s: float = LONG_S) -> list[list[Arrival] | str]:
@@ -75,11 +73,8 @@ class TestRendezvous:
             assert "rank 0 (host host0, node 0, pid 100), rank 2 (host host2, node 2, pid 102)" in message
 
     def test_what_differs_is_said_at_once_and_to_all(self) -> None:
-        messages = meet(arrival(0, mode="sum"), arrival(1, mode="mean"))  # rank 2 has not come
-        assert len(set(map(str, messages))) == 1
-        assert "alike: mode: sum on rank 0; mean on rank 1\n" in str(messages[0])
-
-    def test_a_differing_world_size(self) -> None:
+        for message in meet(arrival(0, mode="sum"), arrival(1, mode="mean")):  # rank 2 has not come
+            assert "alike: mode: sum on rank 0; mean on rank 1\n" in str(message)
         for message in meet(arrival(0, 2), arrival(1, 4)):
             assert "alike: world size: 2 on rank 0; 4 on rank 1\n" in str(message)
 
@@ -142,19 +137,6 @@ class TestRendezvous:
         late.check_in()
         with pytest.raises(RendezvousError, match="world size"):
             late.wait_for("guardian")
-
-    def test_a_failure_elsewhere_ends_the_waiting(self) -> None:
-        told = threading.Event()
-
-        def check() -> None:
-            if told.is_set():
-                raise OSError("rank 2 was ended by SIGKILL")
-
-        mine = rendezvous(HashStore(), arrival(0), check=check)
-        mine.check_in()
-        threading.Timer(0.1, told.set).start()
-        with pytest.raises(OSError, match="rank 2"):
-            mine.wait_for_all()
 
     def test_the_keeper_of_the_store_stays_until_the_others_have_read(self) -> None:
         store = HashStore()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from typing import Any
 
 import pytest
 
@@ -12,22 +13,20 @@ from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable
 from tests.hosts import require_hosts
 
 
-def test_a_user_without_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(HostsUnavailable, match="need root, this process runs as user 1000"), EmulatedHosts(2):
-        pass
-
-
-def test_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(HostsUnavailable, match="Linux only, this is darwin"), EmulatedHosts(2):
-        pass
-
-
-def test_missing_programs_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "value", "message"),
+    [
+        (os, "geteuid", lambda: 1000, "need root, this process runs as user 1000"),
+        (sys, "platform", "darwin", "Linux only, this is darwin"),
+        (shutil, "which", lambda program: None, "install iproute2"),
+    ],
+)
+def test_what_is_missing_is_named(
+    module: Any, name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda program: None)
-    with pytest.raises(HostsUnavailable, match="install iproute2"), EmulatedHosts(2):
+    monkeypatch.setattr(module, name, value)
+    with pytest.raises(HostsUnavailable, match=message), EmulatedHosts(2):
         pass
 
 

@@ -51,10 +51,6 @@ def test_a_rank_without_gradients_of_its_own_takes_part() -> None:
     assert clipped == [[[pytest.approx(0.6), pytest.approx(0.8)]], [], [], [[pytest.approx(0.6), pytest.approx(0.8)]]]
 
 
-def test_gradients_below_the_limit_stay_to_the_bit() -> None:
-    assert clip(5.1, ([with_gradient(3.0)], []), ([with_gradient(4.0)], [])) == [[[3.0]], [[4.0]]]
-
-
 def test_norms_of_16_bits_are_computed_in_float32() -> None:
     """The norm, 80,000, is more than a float16 can be, and the factor of bfloat16 would have 8 bits."""
     assert clip(2.0, ([with_gradient(*[4e4] * 3, dtype=torch.float16)], []), ([with_gradient(4e4)], [])) == [
