@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lightning_multigpu.strategies import DataParallelStrategy, MultiGPUStrategy
 
+
 @dataclass(frozen=True, kw_only=True)
 class StrategyRow:
     """A registered strategy: a name, its class and options, and a description.
@@ -59,6 +60,7 @@ class StrategyRow:
     def __call__(self, **options: Any) -> MultiGPUStrategy | DataParallelStrategy:
         """A new strategy; Lightning's registry calls its entry with the options of the name."""
         return self.strategy(**options)
+
 
 _RING_DDP: dict[str, Any] = {
     "compute": "all ranks, each on its share of the batch",
@@ -224,6 +226,7 @@ STRATEGIES: tuple[StrategyRow, ...] = (
     ),
 )
 
+
 def register_all() -> None:
     """Register every strategy with Lightning under its name; calling it again changes nothing."""
     from lightning.pytorch.strategies import StrategyRegistry
@@ -231,6 +234,7 @@ def register_all() -> None:
     for row in STRATEGIES:
         if row.name not in StrategyRegistry:
             StrategyRegistry.register(row.name, row, description=row.summary, override=False, **row.options)
+
 
 def register_with_lightning() -> None:
     """Registers every strategy now if Lightning has been imported, else as soon as it is.
@@ -243,7 +247,9 @@ def register_with_lightning() -> None:
     else:
         sys.meta_path.insert(0, _ImportWatch())
 
+
 _LIGHTNING = "lightning.pytorch.strategies"
+
 
 class _ImportWatch(MetaPathFinder):
     """Registers the strategies at the end of the import of Lightning's registry, and is gone then."""

@@ -10,9 +10,7 @@ import pytest
 import torch
 import yaml
 
-from examples.digits import DigitsData
 from examples.hugging_face import CausalLM
-from examples.language_model import TextData
 from lightning_multigpu.cli import main
 from tests import documents
 from tests.documents import ROOT, run
@@ -107,23 +105,3 @@ def test_a_decoder_of_hugging_face_is_fine_tuned_and_goes_back_to_hugging_face(t
     again = CausalLM(pretrained=str(tmp_path / "saved")).model
     torch.testing.assert_close(again.state_dict(), trained.state_dict(), rtol=0, atol=0)
     assert len(again.generate(torch.tensor([[84, 104]]), max_new_tokens=2)[0]) == 4
-
-
-def test_digits_are_split_alike_every_time_and_without_overlap() -> None:
-    first, second = DigitsData(), DigitsData()
-    first.setup("fit")
-    second.setup("test")
-    parts = [first.train_set, first.val_set, first.test_set]
-    assert [len(part) for part in parts] == [1257, 270, 270]
-    assert sorted(index for part in parts for index in part.indices) == list(range(1797))
-    assert first.test_set.indices == second.test_set.indices
-
-
-def test_every_byte_but_the_first_is_a_target_once(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_bytes(bytes(index % 256 for index in range(401)))
-    data = TextData(path, context=10, batch_size=4)
-    data.setup("fit")
-    windows = torch.cat([data.train_set.tensors[0], data.val_set.tensors[0]])
-    assert (len(data.train_set), len(data.val_set)) == (36, 4)
-    assert windows[:, 1:].flatten().tolist() == [index % 256 for index in range(1, 401)]

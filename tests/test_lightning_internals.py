@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
@@ -12,17 +10,7 @@ from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 
-import lightning_multigpu
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
-from tests.test_packaging import imported
-
-INTERNALS = Path(lightning_multigpu.__file__).with_name("_lightning_internals.py")
-
-
-@pytest.mark.parametrize("path", [name for name in imported(INTERNALS) if name.startswith("lightning.")])
-def test_private_name_is_still_there(path: str) -> None:
-    module, _, name = path.rpartition(".")
-    assert hasattr(importlib.import_module(module), name), f"Lightning no longer has {path}"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_multigpu import _torch_compat
-from lightning_multigpu._torch_compat import new_group_in_order, step_without_outputs
+from lightning_multigpu._torch_compat import new_group_in_order
 from tests.world import World, init_group
 
 
@@ -40,34 +40,6 @@ def test_a_group_keeps_the_order_of_its_ranks(can_keep_order: bool, world4: Worl
         ([0, 2], 1, 0, [2, 1, 3, 0]),
         ([3, 1], 0, 3, [2, 1, 3, 0]),
     ]
-
-
-class Schedule:
-    """A schedule of torch 2.9; it cannot merge the outputs of stages that have kept none."""
-
-    def step(self, *args: object, target: object = None, **kwargs: object) -> None:
-        assert not args
-        assert not kwargs
-        self.target = target
-        self._merge_outputs([])
-
-    def _merge_outputs(self, chunks: list[object]) -> object:
-        return chunks[0]
-
-
-class NewerSchedule(Schedule):
-    def step(self, *args: object, target: object = None, return_outputs: bool = True, **kwargs: object) -> None:
-        if return_outputs:
-            super().step(*args, target=target, **kwargs)
-        self.target = target
-
-
-@pytest.mark.parametrize("kind", [Schedule, NewerSchedule])
-def test_a_step_merges_no_outputs(kind: type[Schedule]) -> None:
-    """torch 2.9 took the option for an argument of the module, and merged outputs in any case."""
-    schedule, target = kind(), torch.arange(2)
-    step_without_outputs(schedule, target)
-    assert schedule.target is target
 
 
 def test_transforms_of_torch_func_are_seen() -> None:

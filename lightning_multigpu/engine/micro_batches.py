@@ -22,9 +22,6 @@ from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 
 _HASHED_BYTES = 1 << 20
-_TOLERANCES = {torch.float64: 1e-8, torch.float32: 1e-5}
-_TOLERANCE_TF32 = 1e-3
-_TOLERANCE_HALF = 2e-2
 
 
 def num_micro_batches_of(batch: Any, wanted: int) -> int:
@@ -130,60 +127,43 @@ def combined_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
-def relative_tolerance(dtypes: Sequence[torch.dtype], device_type: str) -> float:
-    """The relative difference of two losses that rounding explains.
-
-    Args:
-        dtypes: the dtypes of all tensors that take part; the coarsest one decides.
-        device_type: on "cuda" float32 may pass through TF32, which has ten bits of mantissa.
-    """
-    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    if coarsest == torch.float32 and device_type == "cuda":
-        return _TOLERANCE_TF32
-    return _TOLERANCES.get(coarsest, _TOLERANCE_HALF)
-
-
-def relative_difference(whole: float, losses: Sequence[float], weights: Sequence[float]) -> float:
-    """The relative difference between the loss of a whole batch and the sum over its micro-batches; may be NaN.
-
-    It is relative to the loss or to the sum of the parts' magnitudes, whichever is larger: parts may cancel.
-    """
-    parts = [loss * weight for loss, weight in zip(losses, weights, strict=True) if weight]
-    difference = abs(whole - sum(parts))
-    if difference == 0 or math.isnan(difference):
-        return difference
-    return difference / max(abs(whole), sum(abs(part) for part in parts))
-
-
 def disagreement(
-    whole: float, losses: Sequence[float], weights: Sequence[float], samples: Sequence[int], *, given: str, rtol: float
+    losses: Sequence[float], parts: Sequence[Any], weights: Sequence[float], loss_reduction: LossReduction, rtol: float
 ) -> str | None:
     """A message if the losses of micro-batches do not add up to the loss of their batch; None if they do.
 
+    The difference is relative to the loss or to the sum of the parts' magnitudes, whichever is larger: parts may
+    cancel. Parts of weight 0 are left out: theirs may be means over nothing.
+
     Args:
-        losses, weights, samples: one value for each micro-batch.
-        given: the loss reduction that the weights come from, for the message: "mean", "sum" or a function's name.
+        losses: that of the batch, and those of its parts.
+        parts, weights: the micro-batches, and the weights of their losses by ``loss_reduction``.
         rtol: the relative difference that rounding explains.
     """
-    difference = relative_difference(whole, losses, weights)
+    whole, *rest = losses
+
+    def combined(weights: Sequence[float]) -> tuple[float, float]:
+        """The loss of the batch from those of its parts, and the relative difference."""
+        terms = [loss * weight for loss, weight in zip(rest, weights, strict=True) if weight]
+        return sum(terms), abs(whole - sum(terms)) / (max(abs(whole), sum(map(abs, terms))) or 1.0)
+
+    found, difference = combined(weights)
     if difference <= rtol:
         return None
-    combined = sum(loss * weight for loss, weight in zip(losses, weights, strict=True) if weight)
-    known = {"sum": [1.0] * len(losses), "mean": [size / sum(samples) for size in samples]}
-    fitting = [
-        name for name, known_weights in known.items() if relative_difference(whole, losses, known_weights) <= rtol
-    ]
     fix = (
         "If it is a mean over something else than samples, pass loss_reduction=a function from a batch to its "
         "weight (the number of targets that are not ignored, for example). A loss that compares "
         "samples of a batch with each other cannot be cut: pass num_micro_batches=1"
     )
-    if fitting:
-        fix = f"With loss_reduction={fitting[0]!r} both agree; pass that"
+    known: tuple[LossReduction, ...] = ("sum", "mean")
+    for other in known:
+        if combined(weights_of(parts, other))[1] <= rtol:
+            fix = f"With loss_reduction={other!r} both agree; pass that"
+    given = getattr(loss_reduction, "__name__", "a function") if callable(loss_reduction) else repr(loss_reduction)
     return (
-        f"the loss of a batch is {whole:.10g} as a whole, and {combined:.10g} in {len(losses)} micro-batches "
-        f"under loss_reduction={given} (relative difference {difference:.2g}, rounding explains {rtol:.0e}): training "
-        f"would follow other gradients than one device's. {fix}"
+        f"the loss of a batch is {whole:.10g} as a whole, and {found:.10g} in {len(rest)} micro-batches under "
+        f"loss_reduction={given} (relative difference {difference:.2g}, rounding explains {rtol:.0e}): training would "
+        f"follow other gradients than one device's. {fix}"
     )
 
 

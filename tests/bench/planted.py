@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -71,39 +69,13 @@ FAULTY = Implementation("faulty", "gloo", faulty, "fails in many ways")
 def obey(settings: Any, seat: Seat, turns: Turns) -> None:
     """A job that does what it is told: answers, or ends in one of several ways on one rank."""
     for word, rank in turns:
-        if word == "end late":
-            turns.answer(None)
-            if seat.rank == rank:
-                threading.Event().wait(1.0)
-                Path(settings).touch()
-            return
-        if word == "die and raise":
-            if seat.rank == rank:
-                os.kill(os.getpid(), signal.SIGKILL)
-            if seat.local_rank == 0:
-                raise ConnectionError("closed by peer")
         if seat.rank != rank:
             turns.answer((settings, seat.rank, seat.local_rank, os.environ.get("WORLD_SIZE"), torch.get_num_threads()))
         elif word == "raise":
             raise ValueError("as told")
         elif word == "exit":
             os._exit(3)
-        elif word == "answer late":
-            _answer_late(turns)
         elif word == "return":
             return
         elif word == "hang":
             threading.Event().wait()
-
-
-def _answer_late(turns: Turns) -> None:
-    """Answers when the time is up, while the stacks are being written."""
-    is_late = threading.Event()
-
-    def write_slowly(**options: Any) -> None:
-        is_late.set()
-        threading.Event().wait(1.0)
-
-    faulthandler.dump_traceback = write_slowly
-    is_late.wait()
-    turns.answer(None)

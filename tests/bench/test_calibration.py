@@ -11,8 +11,6 @@ import pytest
 import torch
 
 from lightning_multigpu.bench import calibration, kernels
-from lightning_multigpu.bench.collectives import collective_run
-from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION
@@ -161,34 +159,6 @@ def test_with_more_ranks_than_cores_the_large_model_tells_how_much_slower_passes
     assert cost.slowing == pytest.approx(0.5, rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("world", "further"),
-    [
-        (ONE_HOST, set()),
-        (World(1, 4), {calibration.PIPELINES[0]}),
-        (HOSTS, {"ring_ddp:compression=int8"}),
-        (World(4, 1), {"ring_ddp:compression=int8", calibration.PIPELINES[0]}),
-    ],
-)
-def test_the_large_model_is_measured_where_a_cost_needs_it(
-    world: World, further: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured = set()
-
-    def steps(runs: Any) -> list[StrategyResult]:
-        measured.update((run.plan.subject.name, run.contender.label) for run in runs)
-        return [row(run.contender.label, 5e-2, 50.0) for run in runs]
-
-    monkeypatch.setattr(calibration, "take_turns", steps)
-    coding = Coding(name="int8", ratio=4.0, s_per_byte=1e-9)
-    hosts = replace(machine(world), codings=[coding], shares_cores=world.nodes > 1)
-    calibration.with_references(None, "cpu", hosts, world)  # type: ignore[arg-type]
-    labels = {label for subject, label in measured if subject == "large"}
-    own = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "cpu_ps", "dp", "tensor_split", NO_COMMUNICATION}
-    assert labels - own == further
-    assert (("parts", NO_COMMUNICATION) in measured) == (world.size > 2)
-
-
 def test_compression_is_measured_with_as_many_ranks_as_cores() -> None:
     """With four ranks on two cores a byte took twice as long, and plans counted that twice."""
     names = (f"matmul {kernels.MATMUL_SIZES[-1]}", "stream")
@@ -213,57 +183,35 @@ def test_compression_is_measured_with_as_many_ranks_as_cores() -> None:
     assert found.slowdown == {1: 1.0, 2: 2.0, 4: 4.0}
 
 
-@pytest.mark.parametrize(("device_type", "samples"), [("cpu", 256), ("cuda", 1024)])
-def test_the_large_batch_of_a_slow_link_is_bounded(device_type: str, samples: int) -> None:
-    slow = replace(machine(HOSTS), device_type=device_type, flops_per_s={"float32": 1e12})
-    assert calibration.large_batch(slow, HOSTS, 512) == samples
-
-
-def test_split_layers_between_hosts_whose_link_takes_no_time_for_a_byte() -> None:
-    alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 0.0))
-    hosts = replace(machine(HOSTS), collectives=[*machine(HOSTS).collectives, alone])
-    steps = {(subject, "tensor_split"): row("tensor_split", ALONE[subject] + 1e-2, 0.0) for subject in ALONE}
-    found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps)
-    assert found.reference("tensor_split", HOSTS).scale == 1.0
-
-
-def test_the_time_of_a_split_layers_collective_is_found_again() -> None:
-    """The tiny and the large model have 5 collectives, the deep one 29; alone a collective takes longer."""
-    alone = MeasuredCollective(operation=OF_ACTIVATIONS, world=HOSTS, link=Link(9e-3, 1e-7))
-    hosts = replace(machine(HOSTS), collectives=[*machine(HOSTS).collectives, alone])
-    tiny_bytes, large_bytes = 4 * 16 * 64, 4 * 64 * 512
-    computing_s = {**ALONE, "large": ALONE["tiny"] + (ALONE["large"] - ALONE["tiny"]) / 2}
+@pytest.mark.parametrize(
+    ("world", "operation", "link", "pass_s", "scale", "slowing"),
+    [
+        (HOSTS, OF_ACTIVATIONS, Link(9e-3, 1e-7), -1e-3, 0.5, 0.0),  # alone a collective takes longer
+        (ONE_HOST, "all_reduce", Link(1e-4, 1e-9), 0.0, 1.0, 0.2),
+    ],
+)
+def test_the_time_of_split_layers_and_of_their_collectives_is_found_again(
+    world: World, operation: str, link: Link, pass_s: float, scale: float, slowing: float
+) -> None:
+    """The tiny and the large model have 5 collectives, the deep one 29."""
+    alone = MeasuredCollective(operation=operation, world=world, link=link)
+    others = machine(world).collectives if world == HOSTS else []
+    large_s = ALONE["tiny"] + (ALONE["large"] - ALONE["tiny"]) / 2 + slowing * 0.95 * 25e-3
     steps = {
         (subject, "tensor_split"): row(
-            "tensor_split", computing_s[subject] + 3e-3 + number * (0.5 * alone.link.seconds(size) - 1e-3), 0.0
+            "tensor_split", computing_s + 3e-3 + number * (scale * link.seconds(size) + pass_s), 0.0
         )
-        for subject, number, size in (("tiny", 5, tiny_bytes), ("deep", 29, tiny_bytes), ("large", 5, large_bytes))
-    }
-    found = found_again(hosts, HOSTS, ReferenceCost(strategy="ring_ddp", world=HOSTS), steps)
-    cost = found.reference("tensor_split", HOSTS)
-    assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((-1e-3, 0.5, 3e-3))
-
-
-def test_what_computation_of_split_layers_takes_longer_is_found_again() -> None:
-    alone = MeasuredCollective(operation="all_reduce", world=ONE_HOST, link=Link(1e-4, 1e-9))
-    host = replace(machine(ONE_HOST), collectives=[alone])
-    steps = {
-        (subject, "tensor_split"): row("tensor_split", computing_s + 3e-3 + number * alone.link.seconds(size), 0.0)
         for subject, number, size, computing_s in (
             ("tiny", 5, 4 * 16 * 64, ALONE["tiny"]),
             ("deep", 29, 4 * 16 * 64, ALONE["deep"]),
-            ("large", 5, 4 * 64 * 512, ALONE["tiny"] + (ALONE["large"] - ALONE["tiny"]) / 2 + 0.2 * 0.95 * 25e-3),
+            ("large", 5, 4 * 64 * 512, large_s),
         )
     }
-    found = found_again(host, ONE_HOST, ReferenceCost(strategy="ring_ddp", world=ONE_HOST), steps)
-    cost = found.reference("tensor_split", ONE_HOST)
-    assert (cost.scale, cost.slowing, cost.fixed_s) == pytest.approx((1.0, 0.2, 3e-3))
-
-
-def test_a_strategy_that_failed_has_no_cost() -> None:
-    steps = {(subject, NO_COMMUNICATION): row("", alone_s, 0.0) for subject, alone_s in ALONE.items()}
-    steps["tiny", "ring_ddp"] = StrategyResult(label="ring_ddp", status="failed", reason="it raised")
-    assert not calibration.Fit(machine(ONE_HOST), ONE_HOST, steps, 512, 64, ["ring_ddp"]).machine().references
+    measured = replace(machine(world), collectives=[*others, alone])
+    found = found_again(measured, world, ReferenceCost(strategy="ring_ddp", world=world), steps)
+    cost = found.reference("tensor_split", world)
+    assert (cost.pass_s, cost.scale, cost.fixed_s) == pytest.approx((pass_s, scale, 3e-3), abs=1e-9)
+    assert cost.slowing == pytest.approx(slowing, abs=1e-9)
 
 
 @pytest.mark.parametrize("world", [ONE_HOST, HOSTS])
@@ -276,22 +224,6 @@ def test_every_strategy_that_trains_in_a_world_gets_a_cost(world: World, monkeyp
     wanted = {"ring_ddp", "ddp_sharded", "sync_ps", "sharded_ps", "pipeline_1f1b", "tensor_split"}
     assert {each.strategy for each in found.references} == wanted | ({"cpu_ps", "dp"} if world == ONE_HOST else set())
     assert {each.world for each in found.references} == {world}
-
-
-def test_long_messages_are_measured_where_they_do_not_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The largest ones would take 1.3 s."""
-    asked: list[Any] = []
-
-    def rows(hosts: Any, plan: CollectivePlan) -> list[CollectiveResult]:
-        asked.append(plan.sizes)
-        row = CollectiveResult(operation=plan.operations[0], implementation="", size_bytes=0)
-        return [replace(row, size_bytes=size, seconds=Spread.of([4e-8 * size])) for size in plan.sizes]
-
-    monkeypatch.setattr(collective_run, "measure", rows)
-    found = calibration.with_collectives(None, "cuda", machine(HOSTS), HOSTS)  # type: ignore[arg-type]
-    assert asked == [calibration.SIZES[:4], [8 << 20]] * 2
-    assert {each.operation for each in found.collectives} == {"all_reduce", "send_recv"}
-    assert found.between.s_per_byte == pytest.approx(4e-8)
 
 
 @pytest.mark.launch

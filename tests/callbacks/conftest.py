@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from tests.callbacks.training import clock
+import pytest
 
-__all__ = ["clock"]
+from tests.callbacks.training import HandClock, hand_clock
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    """The clock of all throughput monitors of the test."""
+    return hand_clock(monkeypatch)

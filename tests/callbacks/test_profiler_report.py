@@ -226,23 +226,6 @@ def test_a_pipeline_waits_for_other_stages(world2: World, tmp_path: Path) -> Non
         assert held["gradients_bytes"] == held["parameters_bytes"] > 0
 
 
-def test_updates_of_ranks_at_their_own_pace_have_a_staleness(world2: World, tmp_path: Path) -> None:
-    def fit() -> dict[str, Any] | None:
-        loader = DataLoader(Samples(), batch_size=2)
-        options = {"activations": True, "max_steps": 20}  # of both together
-        return profiled(tmp_path, Net(step_s=0.01), loader, make_strategy("async_ps"), **options)[0]
-
-    report, other = world2.run(fit)
-    assert report is not None
-    assert other is None
-    assert sum(worker["updates"] for worker in report["parameter_servers"]["workers"]) == 20
-    first, second = report["memory"]
-    held = {"parameters_bytes": 320, "gradients_bytes": 320, "optimizer_bytes": 0}
-    assert first == {"rank": 0, **held, "activations_bytes": 5 * 2 * 4 * 4}
-    assert second in ({**first, "rank": 1}, {"rank": 1, **held}), "it may train on no batch in the window"
-    assert "Staleness of updates" in text(report)
-
-
 def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
     """Those of the first replica were, of one of the two samples: hooks on saved tensors are those of a thread."""
     loader = DataLoader(Samples(), batch_size=2)
@@ -316,19 +299,6 @@ def test_a_run_that_is_too_short_or_fails_leaves_nothing(tmp_path: Path, fails: 
     assert not (tmp_path / FILE_NAME).exists()
 
 
-def test_a_window_that_the_run_ends_within_and_a_second_fit(tmp_path: Path) -> None:
-    """Steps of three batches each; the window is that of the newest fit."""
-    report = ProfilerReport(wait=1, warmup=0, active=100, print_table=False, write_file=False)
-    fit = trainer(tmp_path, max_steps=3, max_epochs=-1, callbacks=[report], accumulate_grad_batches=3)
-    loader = DataLoader(Samples(), batch_size=2)
-    for max_steps, counted in ((3, 2), (7, 3)):
-        fit.fit_loop.epoch_loop.max_steps = max_steps
-        fit.fit(Net(step_s=0.01), loader)
-        assert report.report is not None
-        [of_rank] = report.report["profile"]["ranks"]
-        assert (of_rank["steps"], of_rank["batches"]) == (counted, 3)
-
-
 def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
     class Validating(Net):
         def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -386,14 +356,3 @@ def test_the_functions_that_wait_for_a_gpu() -> None:
         ReadValues("train.py(7): training_step", 2, 4.0),
         ReadValues("metrics.py(3): update", 1, 0.5),
     ]
-
-
-def test_a_trace_that_cannot_be_written_leaves_the_training_alone(tmp_path: Path) -> None:
-    (tmp_path / "trace_rank0.json.gz").mkdir()
-    loader = DataLoader(Samples(), batch_size=2)
-    with pytest.warns(UserWarning, match="the trace of a step was not written"):
-        report, _ = profiled(tmp_path, Net(step_s=0.0), loader, "auto", operators=True)
-    assert report is not None
-    [of_rank] = report["profile"]["ranks"]
-    assert of_rank["operators"]
-    assert "trace" not in of_rank

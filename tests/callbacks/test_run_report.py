@@ -11,7 +11,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -133,15 +132,6 @@ def test_of_several_reports_one_reports(tmp_path: Path, clock: HandClock, kinds:
     assert as_json(read(tmp_path / FILE_NAME)) == reports[active].report
     assert ("profile" in reports[active].report) is (ProfilerReport in kinds)
     assert fit.callbacks == before  # type: ignore[attr-defined]
-
-
-def test_beside_the_logs_of_the_run(tmp_path: Path) -> None:
-    fit = trainer(tmp_path, logger=CSVLogger(tmp_path), callbacks=[RunReport(print_table=False), ThroughputMonitor()])
-    fit.fit(Regression(), batches(8))
-    assert fit.log_dir is not None
-    assert (Path(fit.log_dir) / FILE_NAME).exists()
-    logs = b"".join(path.read_bytes() for path in Path(fit.log_dir).iterdir() if path.name != FILE_NAME)
-    assert SAMPLES.encode() in logs
 
 
 class Stopping(Regression):

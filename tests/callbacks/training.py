@@ -36,12 +36,6 @@ def hand_clock(patch: pytest.MonkeyPatch) -> HandClock:
     return made
 
 
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    """The clock of all throughput monitors of the test."""
-    return hand_clock(monkeypatch)
-
-
 class Regression(LightningModule):
     """A training batch takes ``BATCH_S`` seconds on ``clock``, a validation batch ``VALIDATION_BATCH_S``."""
 

@@ -18,7 +18,6 @@ from lightning_utilities.core.imports import RequirementCache
 from lightning_multigpu.cli import COMMANDS, main
 from lightning_multigpu.commands.training import TrainingParser, _instance
 from lightning_multigpu.commands.usage import COMMAND
-from lightning_multigpu.strategies import option_checks
 
 pytestmark = [
     # LightningCLI itself calls what jsonargparse 5 will remove, and jsonargparse tells so in two warnings.
@@ -97,10 +96,6 @@ class TestFrame:
             assert f"  {command.name} " in printed
             assert command.summary in printed
 
-    def test_version(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["--version"]) == 0
-        assert capsys.readouterr().out.startswith("lightning-multigpu 0.")
-
     def test_help_of_fit_is_lightnings(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit) as ended:
             main(["fit", "--help"])
@@ -130,16 +125,6 @@ class TestFrame:
         monkeypatch.setenv("LOCAL_RANK", "1")
         assert main(["strategis"]) == 2
         assert capsys.readouterr().err == ""
-
-    def test_a_reader_that_goes_away(self) -> None:
-        reader, writer = os.pipe()
-        os.close(reader)
-        command = [sys.executable, "-m", "lightning_multigpu", "strategies"]
-        done = subprocess.run(
-            command, stdout=writer, stderr=subprocess.PIPE, env={**os.environ, "PYTHONUNBUFFERED": "1"}
-        )
-        os.close(writer)
-        assert (done.returncode, done.stderr) == (1, b"")
 
 
 class TestWithoutLightning:
@@ -324,17 +309,6 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"^a bug of the user's$") as caught:
             main(["fit", "--model=project.Broken"])
         assert caught.traceback[-1].path == project / "project.py"
-
-    def test_more_ranks_than_cores_warn_and_go_on(
-        self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(option_checks, "usable_cores", lambda: 1)
-        ending_it_here = "--trainer.sync_batchnorm=true"
-        with pytest.warns(UserWarning, match=r"devices=2: this process may use 1 CPU core, so that ranks share cores"):
-            message = error_of(
-                capsys, "fit", *ON_CPU, "--trainer.strategy=ring_ddp", "--trainer.devices=2", ending_it_here
-            )
-        assert "sync_batchnorm" in message
 
 
 @pytest.mark.parametrize("command", [MODULE_COMMAND, COMMAND], ids=["module", "path"])

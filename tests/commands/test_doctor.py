@@ -16,7 +16,6 @@ from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, 
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.doctor import facts_of_host, pids_max, problems_of, report, shown_variables
 from lightning_multigpu.communication.job_secret import JOB_SECRET
-from lightning_multigpu.job import shared_gpus
 from tests import preforked
 from tests.commands.test_topology import gpus_are_there
 from tests.world import free_port
@@ -62,14 +61,8 @@ def all_reduces_give(row: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("row", "problem"),
     [
-        (
-            {"status": "crashed", "reason": "rank 1: its process was ended by SIGKILL"},
-            "failed: rank 1: its process was ",
-        ),
-        (
-            {"status": "timed out", "reason": "no answer within 0.2 s"},
-            "timed out: no answer within 0.2 s\n  fix: check r",
-        ),
+        ({"status": "crashed", "reason": "rank 1: it ended"}, "failed: rank 1: it ended"),
+        ({"status": "timed out", "reason": "no answer"}, "timed out: no answer\n  fix: check r"),
         ({"wrong": 1, "numel": 1024}, "failed: 1 of 2048 elements of the sums are wrong\n  fix: check routes"),
     ],
 )
@@ -105,18 +98,10 @@ def test_what_is_broken(facts: dict[str, Any], changes: dict[str, Any], problem:
 
 def test_what_differs_between_hosts(facts: dict[str, Any]) -> None:
     facts = {**facts, "launcher_variables": {}, "shm_bytes": 10**10, "host": "a"}
-    other = {
-        **facts,
-        "torch": "2.10.0",
-        "shm_bytes": 67_108_864,
-        "shm_free_bytes": 10**9,
-        "interfaces": {},
-        "host": "b",
-    }
-    assert (
-        "2 hosts; the facts above are those of node 0 (a). No differences were found."
-        in report([facts] * 2, 2, {}, None)[0]
-    )
+    memory = {"shm_bytes": 67_108_864, "shm_free_bytes": 10**9}
+    other = {**facts, **memory, "torch": "2.10.0", "interfaces": {}, "host": "b"}
+    alike = "2 hosts; the facts above are those of node 0 (a). No differences were found."
+    assert alike in report([facts] * 2, 2, {}, None)[0]
     text, is_good = report([facts, other, other], 3, {}, None)
     assert not is_good
     assert [line.split("  ")[-1].strip() for line in text[text.index("", 1) + 2 : text.index("", 30)]] == [
@@ -166,22 +151,9 @@ def test_the_process_that_did_not_come_is_named(
     assert "cannot reach rank 0 at 127.0.0.1" in captured.err
 
 
-def test_a_port_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000", "NODE_RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["doctor", "--num-nodes=2"]) == 2
-    assert "MASTER_PORT=70000 is out of range" in capsys.readouterr().err
-
-
 def test_secrets_and_foreign_variables_are_not_shown() -> None:
-    given = {
-        JOB_SECRET: SECRET,
-        "MASTER_PORT": "29500",
-        "SLURM_JWT": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "HOME": "/root",
-    }
-    assert shown_variables(given) == {JOB_SECRET: "set", "MASTER_PORT": "29500"}
+    given = {JOB_SECRET: SECRET, "MASTER_PORT": "1", "SLURM_JWT": "a", "AWS_SECRET_ACCESS_KEY": "b", "HOME": "/root"}
+    assert shown_variables(given) == {JOB_SECRET: "set", "MASTER_PORT": "1"}
 
 
 def test_gpus_driver_and_links_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,20 +161,6 @@ def test_gpus_driver_and_links_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch) ->
     found = facts_of_host("127.0.0.1", 2)
     assert (found["gpus"], found["driver"]) == (["NVIDIA A100, 81920 MiB"] * 2, "580.65.06")
     assert found["gpus_joined_by"] == "NVLink"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "version", "may"), [(2, (2, 28, 9), True), (1, (2, 31, 0), True), (1, (2, 28, 9), False)]
-)
-def test_two_ranks_share_a_gpu_where_nccl_lets_them(
-    gpus: int, version: tuple[int, int, int], may: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
-    found = facts_of_host("127.0.0.1", 2)
-    assert found["nccl"] == ".".join(map(str, version))
-    assert (found["no_nccl_because"] is None) == may
 
 
 def test_the_lowest_limit_of_a_container(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import lightning as L
 import pytest
 import torch
-import yaml
 
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands import new
@@ -38,14 +37,6 @@ def test_a_directory_is_made_or_taken_if_it_is_empty(
     assert main(["new", name]) == 0
     assert sorted(os.listdir(name)) == sorted(new.FILES)
     assert f"cd {shown} && lightning-multigpu fit --config config.yaml" in capsys.readouterr().out
-
-
-def test_no_file_of_the_project_is_left_out() -> None:
-    """A file that is added to the project and not to the list would be in the package alone."""
-    folder = Path(new.__file__).parents[1] / "new_project"
-    assert {path.name for path in folder.iterdir()} - {"__init__.py", "__pycache__"} == set(new.FILES)
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    assert config["model"]["init_args"]["context"] == config["data"]["init_args"]["context"]
 
 
 def test_module_and_data_have_what_all_four_commands_need() -> None:

@@ -104,13 +104,6 @@ def test_a_server_that_is_interrupted_tells_the_workers(world2: World) -> None:
         assert process.wait(30) == 130
 
 
-@pytest.mark.launch
-def test_a_server_that_waits_ends_at_an_interrupt() -> None:
-    with serving(free_port()) as process:
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-
-
 @pytest.mark.parametrize(
     ("environment", "arguments", "words"),
     [

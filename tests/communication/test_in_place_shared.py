@@ -101,29 +101,6 @@ def test_no_rank_is_too_early_or_too_late(world: World, calls: Callable[[], None
     world.run(calls)
 
 
-def _shards() -> list[Tensor]:
-    found = []
-    with shared_memory() as shared:
-        n = shared.world_size
-        for key, bounds in enumerate([None, [(0, 0), *((i * 1000, (i + 1) * 1000) for i in range(n - 1))]]):
-            tensor = contribution(shared.rank, 1000 * (n - 1) if bounds else 1001, torch.float32)
-            shared.move(tensor, key)
-            own = shared.reduce_scatter(tensor, average=True, bounds=bounds)
-            a, b = (bounds or chunk_bounds(1001, n))[shared.rank]
-            assert own.numel() == b - a
-            assert own.numel() == 0 or own.data_ptr() == tensor[a:b].data_ptr()
-            own.mul_(2)
-            found.append(shared.all_gather(tensor, bounds=bounds).clone())
-    return found
-
-
-def test_shards_are_summed_and_gathered(world: World) -> None:
-    n = world.num_ranks
-    for results in world.run(_shards):
-        for result in results:
-            assert torch.equal(result, 2 * sum_in_rank_order(n, result.numel(), torch.float32, average=True))
-
-
 def _of_two_hosts(moved: bool) -> list[Tensor]:
     with hierarchy(hosts=HOSTS) as reduce:
         tensors = [given(0, rank(), numel) for numel in (1, 4, 1000, 300_001)]
@@ -210,28 +187,3 @@ def test_tensors_do_not_eat_up_the_descriptors(world2: World) -> None:
     for last, beyond, descriptors in world2.run(_too_many):
         assert (last, beyond) == (True, False)
         assert descriptors <= 1
-
-
-def _parts_of_others() -> str:
-    with shared_memory() as shared:
-        try:
-            shared.move(torch.zeros(10)[2:], 0)
-        except SharedMemoryUnavailableError as error:
-            return str(error)
-        return ""
-
-
-def test_a_part_of_a_tensor_cannot_move(world2: World) -> None:
-    assert all("storage of its own" in text for text in world2.run(_parts_of_others))
-
-
-def test_torch_still_moves_a_storage_with_its_views() -> None:
-    """torch's way to the descriptor, which is not public."""
-    tensor = torch.arange(6.0)
-    view = tensor[3:]
-    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
-    assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/shm/torch_")
-    assert size == 24
-    other = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=6)
-    other[4] = -1
-    assert torch.equal(view, torch.tensor([3.0, -1.0, 5.0]))

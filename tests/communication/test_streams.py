@@ -154,15 +154,6 @@ def test_messages_of_a_schedule_are_exposed_while_no_pass_runs(meter: Meter, fak
     assert found["step"] == pytest.approx((6.0, 3.0))
 
 
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.9 has no fake send")
-def test_objects_between_stages_take_the_time_of_the_stream(meter: Meter, fake_gpu: FakeGPU) -> None:
-    group = PipelineGroup(world(), meter, DEVICE)
-    fake_gpu.run(2.0)
-    assert group.receive(torch.ones(BYTES // 4), 1).device.type == "cpu"
-    group.send(tensor(), 1)
-    assert figures(meter, fake_gpu)["recv"] == pytest.approx((1.0, 1.0))
-
-
 def test_the_clocks_are_compared_between_steps_only(meter: Meter, fake_gpu: FakeGPU) -> None:
     """A rank that waited for its device in the middle of a step could hold up the ranks that the device waits for."""
     reducer = GradientReducer(world(), meter)

@@ -14,36 +14,19 @@ from tests.hosts import require_hosts
 
 
 @pytest.mark.parametrize(
-    ("options", "text"),
+    ("module", "name", "value", "message"),
     [
-        ({"num_hosts": 0}, "num_hosts=0 is out of range: use 1 to 250"),
-        ({"num_hosts": 251}, "num_hosts=251 is out of range"),
-        ({"bandwidth": "1 gigabit"}, "bandwidth='1 gigabit': expected"),
-        ({"burst": "many"}, "burst='many': expected"),
-        ({"burst": "1kb"}, "burst='1kb' is smaller than one frame.* use at least 1514b"),
+        (os, "geteuid", lambda: 1000, "need root, this process runs as user 1000"),
+        (sys, "platform", "darwin", "Linux only, this is darwin"),
+        (shutil, "which", lambda program: None, "install iproute2"),
     ],
 )
-def test_arguments_out_of_range_are_named_with_the_limit(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        EmulatedHosts(**{"num_hosts": 2, **options})
-
-
-def test_a_user_without_root_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    with pytest.raises(HostsUnavailable, match="need root, this process runs as user 1000"), EmulatedHosts(2):
-        pass
-
-
-def test_another_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(HostsUnavailable, match="Linux only, this is darwin"), EmulatedHosts(2):
-        pass
-
-
-def test_missing_programs_are_named_with_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_missing_is_named(
+    module: Any, name: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(shutil, "which", lambda program: None)
-    with pytest.raises(HostsUnavailable, match="install iproute2"), EmulatedHosts(2):
+    monkeypatch.setattr(module, name, value)
+    with pytest.raises(HostsUnavailable, match=message), EmulatedHosts(2):
         pass
 
 

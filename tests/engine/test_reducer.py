@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -37,10 +37,11 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 3)).double()
 
 
-def gradients(module: nn.Module, step: int, rank: int) -> list[Tensor]:
+def gradients(module: nn.Module, step: int, rank: int, finish: Callable[[], None] = lambda: None) -> list[Tensor]:
     torch.manual_seed(10 * step + rank)
     module.zero_grad()
     module(torch.randn(7, 100, dtype=torch.float64)).square().sum().backward()
+    finish()
     return [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
 
 
@@ -52,10 +53,8 @@ def averaged_gradients(one_host: bool) -> tuple[list[Tensor], list[int]]:
         module = DistributedDataParallel(model(), bucket_cap_mb=0.01)
         reduce.attach(module)
         for step in range(2):
-            gradients(module, step, dist.get_rank())
-            reduce.finish()
+            found += gradients(module, step, dist.get_rank(), reduce.finish)
             meter.end_step()
-            found += [parameter.grad.clone() for parameter in module.parameters() if parameter.grad is not None]
     return found, [step.sent_bytes for step in meter.steps]
 
 
@@ -88,8 +87,7 @@ def moves_by_step() -> list[int]:
         reduce.attach(module)
         counts = []
         for step in range(4):
-            gradients(module, step, dist.get_rank())
-            reduce.finish()
+            gradients(module, step, dist.get_rank(), reduce.finish)
             counts.append(len(moved))
         assert reduce.all_reduce is not None
         assert isinstance(inside := reduce.all_reduce.inside, SharedMemoryAllReduce)

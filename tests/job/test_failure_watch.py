@@ -89,13 +89,6 @@ def test_what_the_end_of_another_rank_brings_is_the_failure_that_the_guardian_te
     assert not client.told, "this rank has not failed"
 
 
-def test_a_failure_of_this_rank(watch: FailureWatch) -> None:
-    client, error = under(watch), ValueError("spoilt")
-    assert watch.settle(error, RUN, 3) is None
-    assert [failure.what for failure in client.told] == ["raised ValueError: spoilt"]
-    assert "last completed step 3" in error.__notes__[0]
-
-
 START = "/lib/python3.11/multiprocessing/popen_fork.py"
 
 

@@ -124,13 +124,11 @@ def test_axes_share_groups(shape: tuple[int, int, int], expected: dict[str, Any]
 
 def test_code_in_a_rank_finds_the_main_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """As under stock strategies; programs that are started after the run must not inherit it."""
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
+    names, seen = ("MASTER_ADDR", "MASTER_PORT"), []
+    for name in names:
         monkeypatch.delenv(name, raising=False)
-    seen: list[Any] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(
-        dist, "init_process_group", lambda *_, **__: seen.append([os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]])
-    )
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append([os.environ[name] for name in names]))
     groups = groups_of(monkeypatch, Group("gloo", lambda: None))
     environment: Any = SimpleNamespace(
         main_address="10.0.0.1", main_port=7000, global_rank=lambda: 0, world_size=lambda: 2
@@ -138,5 +136,4 @@ def test_code_in_a_rank_finds_the_main_address(monkeypatch: pytest.MonkeyPatch) 
     groups._join(environment, "lo", SimpleNamespace())  # type: ignore[arg-type]
     assert seen == [["10.0.0.1", "7000"]]
     groups.leave(failed=False)
-    assert "MASTER_ADDR" not in os.environ
-    assert "MASTER_PORT" not in os.environ
+    assert not set(names) & set(os.environ)

@@ -28,10 +28,17 @@ def handled() -> Iterator[list[int]]:
         signal.signal(signum, handler)
 
 
-def deferred(signals: list[signal.Signals], **options: Any) -> RunSignals:
-    deferred = RunSignals()
-    deferred.defer(signals, **options)
-    return deferred
+@contextlib.contextmanager
+def held(signals: list[signal.Signals], **options: Any) -> Iterator[RunSignals]:
+    """They are held within the block; an interrupt that is acted on at its end is ignored."""
+    deferring = RunSignals()
+    deferring.defer(signals, **options)
+    deferring.hold()
+    try:
+        yield deferring
+    finally:
+        with contextlib.suppress(KeyboardInterrupt):
+            deferring.release()
 
 
 def send(signum: signal.Signals) -> None:
@@ -39,71 +46,51 @@ def send(signum: signal.Signals) -> None:
 
 
 def test_a_signal_waits_until_it_is_due(handled: list[int]) -> None:
-    signals = deferred([signal.SIGUSR1, signal.SIGUSR2])
-    signals.hold()
-    send(signal.SIGUSR2)
-    assert (signals.received, handled) == (0b10, [])
-    signals.act()
-    assert handled == [], "no rank has agreed yet"
-    signals.agree(0b11, may_act=False)  # another rank has received the first one
-    assert handled == [], "not in the middle of an accumulated gradient"
-    signals.agree(0, may_act=True)
-    assert handled == [signal.SIGUSR1, signal.SIGUSR2]
-    assert signals.received == 0
-    signals.release()
+    with held([signal.SIGUSR1, signal.SIGUSR2]) as signals:
+        send(signal.SIGUSR2)
+        assert (signals.received, handled) == (0b10, [])
+        signals.act()
+        assert handled == [], "no rank has agreed yet"
+        signals.agree(0b11, may_act=False)  # another rank has received the first one
+        assert handled == [], "not in the middle of an accumulated gradient"
+        signals.agree(0, may_act=True)
+        assert handled == [signal.SIGUSR1, signal.SIGUSR2]
+        assert signals.received == 0
     send(signal.SIGUSR1)
     assert handled[2:] == [signal.SIGUSR1], "the handler is back"
 
 
 def test_what_was_received_and_not_acted_on_is_not_lost(handled: list[int]) -> None:
-    signals = deferred([signal.SIGUSR1])
-    signals.hold()
-    send(signal.SIGUSR1)
-    signals.release()
+    with held([signal.SIGUSR1]):
+        send(signal.SIGUSR1)
     assert handled == [signal.SIGUSR1]
-
-
-def interrupts(signals: RunSignals, number: int) -> None:
-    for _ in range(number):
-        send(signal.SIGINT)
-        time.sleep(1.1 * SAME_INTERRUPT_S)
 
 
 def test_interrupts_are_counted_and_a_wrapper_sends_each_twice() -> None:
     told: list[int] = []
-    signals = deferred([signal.SIGINT], on_signal=lambda signum, number: told.append(number))
-    signals.hold()
-    try:
+    with held([signal.SIGINT], on_signal=lambda signum, number: told.append(number)) as signals:
         send(signal.SIGINT)
-        interrupts(signals, 1)
+        send(signal.SIGINT)
         assert (signals.received, told) == (1, [1])
-        interrupts(signals, 1)
+        time.sleep(1.1 * SAME_INTERRUPT_S)
+        send(signal.SIGINT)
         assert told == [1, 2]
-    finally:
-        with contextlib.suppress(KeyboardInterrupt):
-            signals.release()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
-    signals = deferred([signal.SIGTERM, signal.SIGINT])
-    signals.training_ends(lambda received: [received])
-    signals.hold()
-    try:
+    with held([signal.SIGTERM, signal.SIGINT]) as signals:
+        signals.training_ends(lambda received: [received])
         for signum, error in ((signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)):
             with pytest.raises(error):
                 send(signum)
             assert not signals.has_agreed(signum)
-    finally:
-        signals.release()
 
 
 @pytest.mark.parametrize("how", ["push", "follow"])
 def test_what_waits_in_vain_acts_alone(how: str) -> None:
     """Pushed by the clock, and by the word of another rank that has acted alone."""
-    signals = deferred([signal.SIGINT], patience_s=0.2)
-    signals.hold()
-    try:
+    with held([signal.SIGINT], patience_s=0.2) as signals:
         signals.push()
         if how == "push":
             send(signal.SIGINT)
@@ -112,16 +99,11 @@ def test_what_waits_in_vain_acts_alone(how: str) -> None:
         with pytest.raises(KeyboardInterrupt):
             signals.push() if how == "push" else signals.follow(signal.SIGINT)
         assert signals.received == 0
-    finally:
-        with contextlib.suppress(KeyboardInterrupt):
-            signals.release()
 
 
 def test_a_forked_worker_ignores_what_its_rank_holds() -> None:
-    signals = deferred([signal.SIGINT])
-    signals.training_ends(lambda received: [received])
-    signals.hold()
-    try:
+    with held([signal.SIGINT]) as signals:
+        signals.training_ends(lambda received: [received])
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -131,19 +113,15 @@ def test_a_forked_worker_ignores_what_its_rank_holds() -> None:
             finally:
                 os._exit(status)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    finally:
-        signals.release()
 
 
 def test_a_signal_that_was_acted_on_is_not_handled_again_at_the_end(handled: list[int]) -> None:
     """The launcher of a rank that acts on SIGTERM sends it to its children, which have acted too."""
-    signals = deferred([signal.SIGUSR1, signal.SIGUSR2])
-    signals.hold()
-    signals.agree(0b01, may_act=True)
-    time.sleep(1.1 * SAME_INTERRUPT_S)
-    send(signal.SIGUSR1)
-    send(signal.SIGUSR2)
-    signals.release()
+    with held([signal.SIGUSR1, signal.SIGUSR2]) as signals:
+        signals.agree(0b01, may_act=True)
+        time.sleep(1.1 * SAME_INTERRUPT_S)
+        send(signal.SIGUSR1)
+        send(signal.SIGUSR2)
     assert handled == [signal.SIGUSR1, signal.SIGUSR2]
 
 

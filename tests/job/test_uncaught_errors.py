@@ -50,21 +50,22 @@ def test_the_failed_rank_prints_its_traceback_and_has_the_failure_shown(capsys: 
     assert shown == [""]
 
 
-def test_another_rank_prints_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    """It printed its own stack, and then that of the failed rank once more."""
+@pytest.mark.parametrize("where", ["another rank", "another rank without a guardian", "the process that spawned it"])
+def test_what_others_print_of_the_failure_of_a_rank(where: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another rank printed its own stack, and then that of the failed rank once more."""
     failure, shown = Failure.of(raised(), rank=1, step=3)._replace(pid=1), []
     error = failure.exception()
-    print_if_uncaught(error, FailureReport(failure, False, lambda advice: not shown.append(advice)))
-    assert printed(error, capsys) == []
-    assert shown == [""]
+    if where == "another rank":
+        report, expected = FailureReport(failure, False, lambda advice: not shown.append(advice)), []
+    elif where == "another rank without a guardian":
+        report = FailureReport(failure, False, lambda advice: False, lambda: "runs/a.ckpt")
+        expected = [f"The job failed: {failure.summary()}", "Resume with ckpt_path='runs/a.ckpt'"]
+    else:
+        report, expected = FailureReport(failure, True), failure.traceback.splitlines()
+    print_if_uncaught(error, report)
+    assert printed(error, capsys) == expected
+    assert shown == [""] * (where == "another rank")
     assert "in raised" in error.__notes__[0], "who catches it has the traceback"
-
-
-def test_without_a_guardian_the_rank_prints_the_failure(capsys: pytest.CaptureFixture[str]) -> None:
-    failure = Failure.of(raised(), rank=1, step=3)._replace(pid=1)
-    error = failure.exception()
-    print_if_uncaught(error, FailureReport(failure, False, lambda advice: False, lambda: "runs/a.ckpt"))
-    assert printed(error, capsys) == [f"The job failed: {failure.summary()}", "Resume with ckpt_path='runs/a.ckpt'"]
 
 
 def test_an_exception_that_all_ranks_raise_is_one_line_on_further_ranks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,13 +73,6 @@ def test_an_exception_that_all_ranks_raise_is_one_line_on_further_ranks(capsys: 
     print_if_uncaught(error, FailureReport(own_failure(error), False))
     assert printed(error, capsys)[0] == "ValueError: spoilt"
     assert "The job failed" not in "".join(printed(error, capsys))
-
-
-def test_the_process_that_has_spawned_the_rank_prints_the_ranks_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    failure = Failure.of(raised(), rank=1, step=3)._replace(pid=1)
-    error = failure.exception()
-    print_if_uncaught(error, FailureReport(failure, True))
-    assert printed(error, capsys) == failure.traceback.splitlines()
 
 
 def test_the_last_line_names_the_file_to_resume_from(

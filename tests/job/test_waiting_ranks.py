@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,12 +139,7 @@ class TestStarting:
         ],
     )  # fmt: skip
     def test_ranks_that_a_command_line_will_need(
-        self,
-        trainer: object,
-        environment: dict[str, str],
-        count: int,
-        monkeypatch: pytest.MonkeyPatch,
-        tmp_path: Path,
+        self, trainer: object, environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
         monkeypatch.setattr(fit, "usable_cores", lambda: 3)
@@ -183,14 +178,9 @@ class TestStarting:
         self, argv: list[str], count: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         started: list[int] = []
-
-        def ranks_started(local_ranks: Sequence[int], command: object) -> AbstractContextManager[None]:
-            started.extend(local_ranks)
-            return nullcontext()
-
         monkeypatch.setattr(sys, "argv", argv)
         monkeypatch.setattr(fit, "ranks_to_start", lambda *_: 2)
-        monkeypatch.setattr(fit, "ranks_started", ranks_started)
+        monkeypatch.setattr(fit, "ranks_started", lambda ranks, _: nullcontext(started.extend(ranks)))
         monkeypatch.setattr(fit, "import_module", lambda _: SimpleNamespace(run=lambda *_: 0))
         assert fit.run("fit", ["--x"]) == 0
         assert started == [1][:count]
@@ -203,32 +193,20 @@ class TestStarting:
 
 
 @pytest.mark.launch
-class TestCommandLine:
-    @staticmethod
-    def fit(directory: Path, *options: str) -> subprocess.CompletedProcess[str]:
-        (directory / "project.py").write_text(PROJECT)
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        settings = ["accelerator=cpu", "strategy=ring_ddp", "devices=2", "max_steps=1", "logger=false"]
-        settings += [f"enable_{name}=false" for name in ("checkpointing", "progress_bar", "model_summary")]
-        command = [sys.executable, "-m", "lightning_multigpu", "fit", "--model=project.Model", *options]
-        command += [f"--trainer.{setting}" for setting in settings]
-        environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        return preforked.run(command, env=environment, cwd=directory, timeout=300)
-
-    def test_ranks_import_while_the_first_one_does(self, tmp_path: Path) -> None:
-        """They were started at the launch, and imported for seconds while the first rank waited for them."""
-        early = min(2, len(os.sched_getaffinity(0))) - 1  # only where the second rank has a core of its own
-        ended = self.fit(tmp_path)
-        assert ended.returncode == 0, ended.stderr
-        assert f"ranks before the launch: {early}" in ended.stdout
-        assert sorted(line for line in ended.stdout.splitlines() if line.startswith("trains")) == [
-            "trains: 0 0 2",
-            "trains: 1 1 2",
-        ]
-
-    def test_a_wrong_setting_is_still_one_message(self, tmp_path: Path) -> None:
-        ended = self.fit(tmp_path, "--model.hidden=3")
-        assert ended.returncode == 2
-        assert ended.stderr.startswith('lightning-multigpu fit: error: Parser key "model":')
-        assert ended.stderr.count("error:") == 1
-        assert "Option 'hidden' is not accepted" in ended.stderr
+def test_ranks_import_while_the_first_one_does(tmp_path: Path) -> None:
+    """They were started at the launch, and imported for seconds while the first rank waited for them."""
+    (tmp_path / "project.py").write_text(PROJECT)
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    settings = ["accelerator=cpu", "strategy=ring_ddp", "devices=2", "max_steps=1", "logger=false"]
+    settings += [f"enable_{name}=false" for name in ("checkpointing", "progress_bar", "model_summary")]
+    command = [sys.executable, "-m", "lightning_multigpu", "fit", "--model=project.Model"]
+    command += [f"--trainer.{setting}" for setting in settings]
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    early = min(2, len(os.sched_getaffinity(0))) - 1  # only where the second rank has a core of its own
+    ended = preforked.run(command, env=environment, cwd=tmp_path, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    assert f"ranks before the launch: {early}" in ended.stdout
+    assert sorted(line for line in ended.stdout.splitlines() if line.startswith("trains")) == [
+        "trains: 0 0 2",
+        "trains: 1 1 2",
+    ]

@@ -1,6 +1,7 @@
-"""A script that trains under async_ps, and loses a rank or the server: ``async_script.py DIRECTORY rank|server``.
+"""A script that trains under async_ps, and loses a rank: ``async_script.py DIRECTORY START_METHOD HOW``.
 
-Each rank writes the samples whose gradients the server has to ``DIRECTORY/samples-RANK``, one line a batch.
+Each rank writes the samples whose gradients the server has to ``DIRECTORY/samples-RANK``, one line a batch. With a
+further argument the program trains a second time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import ModelCheckpoint
+import torch
 
 from lightning_multigpu import ParameterServerStrategy
 from tests.job.guardian.job import is_alive
@@ -34,21 +35,25 @@ class Writes(L.Callback):
             file.write(json.dumps(module.samples[self.written :]) + "\n")
         self.written = len(module.samples)
 
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        rate = trainer.optimizers[0].param_groups[0]["lr"]
+        print(f"rank {trainer.global_rank} ends at the rate {rate:.6f}", flush=True)
+
 
 class LosesRank(L.Callback):
-    """Rank 1 is killed in the backward of its third batch, when it has pushed a part of the gradients.
+    """Rank 1 ends after its third batch, or is killed in its backward, when it has pushed a part of the gradients.
 
     The other ranks wait for that after their second batch, so that they leave three to rank 1.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self.pid = directory / "pid"
+    def __init__(self, directory: Path, how: str) -> None:
+        self.pid, self.how = directory / "pid", how
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        if trainer.global_rank == LOST:
-            module.first.weight.register_post_accumulate_grad_hook(lambda _: self._end(trainer))
+        if trainer.global_rank == LOST and self.how == "kill":
+            module.first.weight.register_post_accumulate_grad_hook(lambda _: self._kill(trainer))
 
-    def _end(self, trainer: Any) -> None:
+    def _kill(self, trainer: Any) -> None:
         if trainer.global_step == 2:
             (step,) = trainer.strategy.owned.steps.values()
             assert any(bucket.pushed is not None for bucket in step.transport._buckets)
@@ -57,41 +62,33 @@ class LosesRank(L.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        if trainer.global_rank != LOST and trainer.global_step == 2:
+        if trainer.global_rank == LOST and trainer.global_step == 3:
+            self.pid.write_text(f"{os.getpid()}\n")
+            if self.how == "raise":
+                raise ValueError("the data is spoilt")
+            if self.how == "exit":
+                os._exit(7)
+            os.kill(os.getpid(), signal.SIGTERM)
+        elif trainer.global_rank != LOST and trainer.global_step == 2:
             while not self.pid.exists() or is_alive(int(self.pid.read_text() or os.getpid())):
                 time.sleep(0.05)
 
 
-class LosesServer(L.Callback):
-    """The server is killed when rank 0 has trained on five batches of the second epoch."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.is_global_zero and (trainer.current_epoch, batch_idx) == (1, 5):
-            trainer.strategy._processes[0]._process.kill()
-        elif not trainer.is_global_zero and (trainer.current_epoch, batch_idx) == (1, 1):
-            while trainer.strategy.failure_watch.failure is None:  # it leaves the other batches to rank 0
-                time.sleep(0.05)
-
-
 def main() -> None:
-    directory, what = Path(sys.argv[1]), sys.argv[2]
-    module = Seen("adamw", schedule=True)
-    strategy = ParameterServerStrategy(mode="async", bucket_cap_mb=SMALL_BUCKET_MB)
-    callbacks: list[L.Callback] = [Writes(directory)]
-    if what == "rank":
-        callbacks.append(LosesRank(directory))
-    else:
-        callbacks += [LosesServer(), ModelCheckpoint(directory, every_n_train_steps=2, save_last=True)]
-    trainer = make_trainer(
-        Case(max_epochs=EPOCHS),
-        strategy,
-        RANKS if what == "rank" else 2,
-        callbacks=callbacks,
-        enable_checkpointing=what == "server",
-        default_root_dir=directory,
-    )
-    trainer.fit(module, loader())
-    print(f"rank {trainer.global_rank} ends at the rate {trainer.optimizers[0].param_groups[0]['lr']:.6f}", flush=True)
+    directory, method, how, *again = Path(sys.argv[1]), *sys.argv[2:]
+    start: Any = method
+    for _ in range(2 if again else 1):
+        module = Seen("adamw", schedule=True)
+        strategy = ParameterServerStrategy(
+            mode="async", start_method=start, bucket_cap_mb=SMALL_BUCKET_MB, failure_timeout_s=6.0
+        )
+        callbacks = [Writes(directory), LosesRank(directory, how)]
+        options = {"callbacks": callbacks, "default_root_dir": directory}
+        trainer = make_trainer(Case(max_epochs=EPOCHS), strategy, RANKS, **options)
+        before = [parameter.detach().clone() for parameter in module.parameters()]
+        trainer.fit(module, loader())
+        has_trained = not any(torch.equal(*pair) for pair in zip(before, module.parameters(), strict=True))
+        print(f"rank {trainer.global_rank} has trained: {has_trained}", flush=True)
 
 
 if __name__ == "__main__":

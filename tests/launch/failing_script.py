@@ -49,12 +49,9 @@ class Saves(L.Callback):
 def chosen(strategy: str, how: str) -> Any:
     """The strategy of a name; failures of ranks for which others wait are to be found soon."""
     if how == "stop server":
-        servers = 2 if strategy == "sharded_ps" else 1
-        mode: Any = "async" if strategy == "async_ps" else "sync"
-        return ParameterServerStrategy(mode=mode, num_servers=servers, failure_timeout_s=3.0)
+        return ParameterServerStrategy(mode="async", failure_timeout_s=3.0)
     if how in ("again", "survive"):
-        method: Any = "spawn" if strategy.endswith("_spawn") else "popen"
-        return RingDDPStrategy(start_method=method, failure_timeout_s=5.0)
+        return RingDDPStrategy(failure_timeout_s=5.0)
     return strategy
 
 

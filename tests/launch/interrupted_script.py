@@ -1,8 +1,7 @@
 """A user's long run that is signalled: ``interrupted_script.py STRATEGY PHASE``; it saves into ``SAVE_TO``.
 
 PHASE is where the run stays until the signal comes: "training", "workers" (of a loader, in training), "validation",
-"sanity", "hang" (in a collective that the last rank never joins), or "save" (in training; on_exception takes ten
-minutes).
+"sanity", or "hang" (in a collective that the last rank never joins).
 """
 
 from __future__ import annotations
@@ -57,8 +56,6 @@ class Saves(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         say(f"saw {trainer.global_rank} {type(exception).__name__} {trainer.global_step}")
         trainer.save_checkpoint(os.path.join(os.environ["SAVE_TO"], "on_exception.ckpt"))
-        if getattr(pl_module, "phase", "") == "save":
-            time.sleep(600)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,7 +46,6 @@ def run(
     mark: str,
     *arguments: str,
     timeout_s: float = 400.0,
-    cwd: Path | None = None,
     **variables: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
@@ -55,11 +54,10 @@ def run(
         mark: no other job has it.
         arguments: of the interpreter, ``-m MODULE ...`` for example.
         timeout_s: for the first process.
-        cwd: the directory to run in.
         variables: of the environment, on top of this process's.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), MARK: mark, **variables}
-    finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s, cwd=cwd)
+    finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s)
     assert_none_left(mark, finished.stderr)
     return finished
 
@@ -99,18 +97,11 @@ class Job:
 
     def wait(self, timeout_s: float = 300.0) -> None:
         """Waits until all have ended well; fails with all outputs if one does not, or not in time."""
-        self.wait_until(lambda: all(p.poll() is not None for p in self.processes), "the end of the job", timeout_s)
-        codes = [process.returncode for process in self.processes]
-        assert codes == [0] * len(codes), f"exit statuses {codes}\n{self._outputs()}"
-
-    def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float = 180.0) -> None:
-        """Waits for something that the processes do; fails with their outputs when one fails or time is over."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
-            failed = [p.returncode for p in self.processes if p.poll() not in (None, 0)]
-            assert not failed, f"a process ended with status {failed[0]} before {what}\n{self._outputs()}"
-            assert time.monotonic() < deadline, f"{what} did not come within {timeout_s} s\n{self._outputs()}"
+        while None in (codes := [process.poll() for process in self.processes]) and not any(codes):
+            assert time.monotonic() < deadline, f"the job did not end within {timeout_s} s\n{self._outputs()}"
             time.sleep(0.02)
+        assert not any(codes), f"exit statuses {codes}\n{self._outputs()}"
 
     def __enter__(self) -> Self:
         return self

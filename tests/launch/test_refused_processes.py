@@ -95,25 +95,6 @@ def test_a_guardian_that_cannot_be_started(fork: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize("method", ["_build", "_connect"])
-def test_emulated_hosts_that_cannot_be_put_up(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a process that holds a namespace, nor one that connects it."""
-    build = getattr(EmulatedHosts, method)
-
-    def build_or_refuse(*arguments: Any) -> None:
-        patch.setattr(subprocess, "Popen", refuse)
-        build(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(EmulatedHosts, method, build_or_refuse)
-        with (
-            pytest.raises(HostsUnavailable, match=rf"`.*` cannot be started: \[Errno 12\] .*; {re.escape(MEMORY)}"),
-            EmulatedHosts(2),
-        ):
-            pass
-
-
-@pytest.mark.hosts
 def test_a_command_on_a_host_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command on the hosts before it went on, and was ended only with the hosts."""
     done: list[Any] = []

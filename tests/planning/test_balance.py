@@ -10,13 +10,6 @@ import pytest
 from lightning_multigpu.planning.pipelines.balance import Bounds, balanced_bounds, bounds_of_counts, cheapest_bounds
 
 
-def every_split(num_layers: int, num_stages: int) -> list[Bounds]:
-    return [
-        list(itertools.pairwise((0, *cuts, num_layers)))
-        for cuts in itertools.combinations(range(1, num_layers), num_stages - 1)
-    ]
-
-
 def test_equal_layers_are_spread_evenly() -> None:
     assert balanced_bounds([1] * 8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert balanced_bounds([4, 0, 0, 0], 2) == [(0, 1), (1, 4)]
@@ -54,22 +47,19 @@ def test_no_other_cut_is_better_for_the_slowest_rank(several: bool) -> None:
         num_ranks = dice.randint(1, 3)
         num_stages = num_ranks * (dice.randint(2, 3) if several else 1)
         num_layers = dice.randint(num_stages, 9)
-        cost = {bound: dice.choice([0, 1, 2, 5, 9]) + dice.random() for bound in pairs(num_layers)}
+        pairs = itertools.combinations(range(num_layers + 1), 2)
+        cost = {bound: dice.choice([0, 1, 2, 5, 9]) + dice.random() for bound in pairs}
         found = cheapest_bounds(
             lambda stage, start, stop, cost=cost: cost[start, stop] * (1 + stage % 3),
             num_layers,
             num_stages,
             num_ranks=num_ranks,
         )
-        every = every_split(num_layers, num_stages)
+        cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
+        every = [list(itertools.pairwise((0, *each, num_layers))) for each in cuts]
         assert found in every
-        assert slowest_rank(cost, found, num_ranks) == pytest.approx(
-            min(slowest_rank(cost, bounds, num_ranks) for bounds in every), rel=1e-12
-        )
-
-
-def pairs(num_layers: int) -> list[tuple[int, int]]:
-    return list(itertools.combinations(range(num_layers + 1), 2))
+        best = min(slowest_rank(cost, bounds, num_ranks) for bounds in every)
+        assert slowest_rank(cost, found, num_ranks) == pytest.approx(best, rel=1e-12)
 
 
 def test_long_chains_are_cut_in_bounded_work() -> None:

@@ -69,12 +69,6 @@ def test_memory_counts_the_micro_batches_in_flight() -> None:
     assert costs(parts, [10_000, 0, 0, 0, 0, 0]).bounds("memory") == [(0, 1), (1, 6)]
 
 
-def test_memory_counts_what_comes_in() -> None:
-    parts = [PartCost(saved_bytes=7), PartCost(output_bytes=5), PartCost(), PartCost(saved_bytes=11)]
-    found = costs(parts, num_micro_batches=3)
-    assert [found.memory_bytes(0, 0, 1), found.memory_bytes(1, 1, 2)] == [3 * 7, 3 * (5 + 11)]
-
-
 def test_what_a_stage_receives_counts_once() -> None:
     """Layer 1 keeps some of its input by itself, layer 2 more than it has received."""
     parts = [PartCost(), PartCost(output_bytes=8), PartCost(0, 0, 6, 5, 5), PartCost(0, 0, 0, 9, 9), PartCost()]
@@ -95,12 +89,6 @@ def test_memory_counts_the_largest_layer_that_runs_again_once() -> None:
     uneven = [PartCost(), *(PartCost(saved_bytes=size) for size in (1, 10, 1, 1)), PartCost()]
     found = costs(uneven, schedule="interleaved", stages_per_rank=2)
     assert found.rank_activations_bytes(bounds)[1] == (30, 0), "not 2 x 10 + 1, with which it has as many in flight"
-
-
-def test_layers_that_run_again_make_room() -> None:
-    kept, again = PartCost(0, 0, 0, 100), PartCost(0, 0, 0, 5, 5, 95)
-    assert costs([PartCost(), *[kept] * 4, PartCost()]).bounds("memory") == [(0, 2), (2, 4)]
-    assert costs([PartCost(), *[again] * 3, kept, PartCost()]).bounds("memory") == [(0, 3), (3, 4)]
 
 
 def test_a_rank_has_the_memory_of_all_its_stages() -> None:

@@ -62,26 +62,20 @@ def step(strategy: str, world: World = HOSTS, machine: Machine = MACHINE, accumu
     return predict(MODEL, machine, Candidate(strategy, options, accumulate), world)
 
 
-class TestBucketTimeline:
-    """Two gradients, ready after 5 s and 10 s; a transfer takes 2 s."""
-
-    @pytest.mark.parametrize(
-        ("busy", "end_s"),
-        [
-            (0.0, 12.0),  # the first transfer hides, the second is exposed
-            (1.0, 14.0),  # backward waits for each transfer
-            (0.5, 13.0),  # it makes half of its progress beside the first one
-        ],
-    )
-    def test_what_hides(self, busy: float, end_s: float) -> None:
-        assert bucket_timeline([(1, 0.5), (1, 1.0)], 10.0, lambda size: 2.0 * size, busy) == (end_s, 4.0)
-
-    def test_one_bucket_begins_when_backward_is_over(self) -> None:
-        both = bucketed([(1, 0.5), (1, 1.0)], 2)
-        assert bucket_timeline(both, 10.0, lambda size: 2.0 * size, 0.0) == (14.0, 4.0)
-
-    def test_transfers_follow_each_other(self) -> None:
-        assert bucket_timeline([(1, 0.5), (1, 1.0)], 10.0, lambda size: 8.0, 0.0) == (21.0, 16.0)
+@pytest.mark.parametrize(
+    ("transfer_s", "busy", "bucket", "end_s"),
+    [
+        (2.0, 0.0, 1, 12.0),  # the first transfer hides, the second is exposed
+        (2.0, 1.0, 1, 14.0),  # backward waits for each transfer
+        (2.0, 0.5, 1, 13.0),  # it makes half of its progress beside the first one
+        (2.0, 0.0, 2, 14.0),  # one bucket begins when backward is over
+        (8.0, 0.0, 1, 21.0),  # transfers follow each other
+    ],
+)
+def test_what_hides_of_two_gradients(transfer_s: float, busy: float, bucket: int, end_s: float) -> None:
+    """They are ready after 5 s and 10 s."""
+    buckets = bucketed([(1, 0.5), (1, 1.0)], bucket)
+    assert bucket_timeline(buckets, 10.0, lambda size: transfer_s * size, busy) == (end_s, 2 * transfer_s)
 
 
 class TestDataParallel:
@@ -178,14 +172,6 @@ class TestDataParallel:
         found = predict(model, MACHINE, Candidate("ring_ddp", accumulate=4), HOSTS)
         assert found.compute_s == pytest.approx(4 * 14 + 3 * 0.5)
 
-    def test_owners_get_small_gradients_together(self) -> None:
-        model = replace(MODEL, gradients=[(MIB // 4, 1.0)] * 4)
-        late = replace(
-            MACHINE, collectives=[MeasuredCollective(operation="all_reduce", world=HOSTS, link=Link(2.0, 0))]
-        )
-        found = predict(model, late, Candidate("ddp_sharded"), HOSTS)
-        assert found.exposed_s == pytest.approx(2.0 + 1.0)  # one transfer to each owner, and one back
-
     def test_servers_cut_large_tensors(self) -> None:
         """A transfer of half a MiB or more takes twice as long for each byte; buckets are of 256 KiB."""
         bent = Link(0.0, 1 / MIB, MIB // 2, 2 / MIB)
@@ -271,10 +257,8 @@ class TestSplitModels:
         """4 stages and 4 micro-batches take (4 + 3) x 3 s, and on two cores 9 x 3 s."""
         plan = replace(pipeline(4, 4), one_device_s=PHASES.forward_s + PHASES.backward_s)
         model = replace(self.model, pipelines=[plan], phases={1: PHASES, 2: PHASES})
-        instant = Link(0.0, 0.0)
-        machine = replace(
-            MACHINE, device_type="cpu", devices=2, shares_cores=shares_cores, between=instant, collectives=[]
-        )
+        instant = {"between": Link(0.0, 0.0), "collectives": []}
+        machine = replace(MACHINE, device_type="cpu", devices=2, shares_cores=shares_cores, **instant)
         found = predict(model, machine, Candidate("gpipe"), world)
         assert found.compute_s + found.bubble_s == pytest.approx(seconds)
         assert found.exposed_s == pytest.approx(0.0)

@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,10 @@ from tests.report.examples import ABOUT, FACTS, constant, document_of, record, r
 STRATEGY = NamedStrategy(name="s", options={})
 
 
+def metrics(rate: float, used_bytes: float) -> dict[str, Any]:
+    return {"throughput/samples_per_sec": constant(rate), "device/memory_used_bytes": constant(used_bytes)}
+
+
 def test_a_report_of_two_hosts() -> None:
     report = report_of(
         record(1, node=1, host="beta", throughput__samples_per_sec=3.0, device__memory_used_bytes=7.0),
@@ -39,20 +44,10 @@ def test_a_report_of_two_hosts() -> None:
         "versions": {"torch": "2.13.0"},
         "steps": 10,
         "ranks": [
-            {
-                "rank": 0,
-                "host": "alpha",
-                "metrics": {"throughput/samples_per_sec": constant(2.0), "device/memory_used_bytes": constant(9.0)},
-            },
-            {
-                "rank": 1,
-                "host": "beta",
-                "metrics": {"throughput/samples_per_sec": constant(3.0), "device/memory_used_bytes": constant(7.0)},
-            },
+            {"rank": 0, "host": "alpha", "metrics": metrics(2.0, 9.0)},
+            {"rank": 1, "host": "beta", "metrics": metrics(3.0, 7.0)},
         ],
-        "aggregate": {
-            "metrics": {"throughput/samples_per_sec": constant(5.0), "device/memory_used_bytes": constant(9.0)}
-        },
+        "aggregate": {"metrics": metrics(5.0, 9.0)},
     }
 
 

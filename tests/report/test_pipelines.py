@@ -58,10 +58,6 @@ def report(stages: list[StageRecord]) -> RunDocument:
     return document_of(*(replace(record(rank), profiled=figures(rank), stages=each) for rank, each in ranks))
 
 
-def picture_of(stages: list[StageRecord]) -> str:
-    return timed_pipelines([(rank, 0, each) for rank, each in enumerate(stages)])[0].picture()
-
-
 def test_without_a_step_that_was_timed_there_is_no_section() -> None:
     assert "A step of gpipe" not in text(report([replace(each, steps=()) for each in ranks()]))
 
@@ -90,34 +86,20 @@ def test_weights_apart_have_a_column_and_pipelines_side_by_side_a_number() -> No
         assert row[0] == first
 
 
-def boxes(picture: str, panel: int, fill: str) -> list[tuple[float, float, str]]:
-    """Of a panel, left edge, width and text of the boxes of a colour, by rank from left to right."""
-    root = ElementTree.fromstring(picture)
-    titles = [float(text.attrib["y"]) for text in root.iter(f"{SVG}text") if text.attrib["font-weight"] == "bold"]
-    borders = [*titles, float(root.attrib["height"])]
-    return [
-        (float(rect.attrib["x"]), float(rect.attrib["width"]), rect[0].text or "")
-        for rect in root.iter(f"{SVG}rect")
-        if len(rect) and borders[panel] < float(rect.attrib["y"]) < borders[panel + 1] and rect.attrib["fill"] == fill
-    ]
-
-
-FORWARD, BACKWARD = "#56b4e9", "#e69f00"
-
-
 def test_the_picture_has_theory_above_what_was_measured_on_one_scale() -> None:
-    picture = picture_of(slower())
-    titles = [t.text for t in ElementTree.fromstring(picture).iter(f"{SVG}text") if t.attrib["font-weight"] == "bold"]
-    assert titles == [
+    """Forward boxes are 1 s wide; backward of the first stage 2 s, but for its last."""
+    root = ElementTree.fromstring(timed_pipelines([(rank, 0, each) for rank, each in enumerate(slower())])[0].picture())
+    titles = [each for each in root.iter(f"{SVG}text") if each.attrib["font-weight"] == "bold"]
+    assert [title.text for title in titles] == [
         "gpipe, 3 micro-batches, in theory (the same work in equal stages, messages in no time): bubble 25.0 %",
         "gpipe, 3 micro-batches, as measured: bubble 28.6 %",
     ]
     pixels = 1100 / 14  # a second: the longer of the two steps takes the whole width
-    found = boxes(picture, 1, FORWARD)
-    assert [(x - 70) / pixels for x, _, _ in found] == pytest.approx([0, 1, 2, 1, 2, 3], abs=1e-3)
-    assert [width / pixels for _, width, _ in found] == pytest.approx([1] * 6, abs=1e-3)
-    assert found[1][2] == "rank 1, stage 0: forward, micro-batch 1, 1000.000 ms"
-    assert boxes(picture, 1, BACKWARD)[2][1] / pixels == pytest.approx(4, abs=1e-3)
+    boxes = [each for each in root.iter(f"{SVG}rect") if len(each)]
+    at_s, seconds = ([float(each.attrib[name]) / pixels for each in boxes] for name in ("x", "width"))
+    forward = [i for i, each in enumerate(boxes) if ": forward" in (each[0].text or "")]
     unit_s = 20 / 18  # of the same work, dealt out evenly
-    assert [w / pixels for _, w, _ in boxes(picture, 0, FORWARD)] == pytest.approx([unit_s] * 6, abs=1e-3)
-    assert [w / pixels for _, w, _ in boxes(picture, 0, BACKWARD)] == pytest.approx([2 * unit_s] * 6, abs=1e-3)
+    assert [seconds[i] for i in forward] == pytest.approx([unit_s] * 6 + [1] * 6, abs=1e-3)
+    assert [at_s[i] - 70 / pixels for i in forward[6:]] == pytest.approx([0, 1, 2, 1, 2, 3], abs=1e-3)
+    assert max(seconds[len(boxes) // 2 :]) == pytest.approx(4, abs=1e-3)
+    assert boxes[forward[7]][0].text == "rank 1, stage 0: forward, micro-batch 1, 1000.000 ms"

@@ -17,9 +17,8 @@ from lightning_multigpu.callbacks.communication import purpose_of
 from lightning_multigpu.cli import main
 from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.report import document
-from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.page import FILE_NAME, page
-from lightning_multigpu.report.schema import as_json, from_json
+from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.report.text import text
 from tests.report.examples import document_of, record, report_of
 from tests.report.profiles import ALL_REDUCE, HEALTHY, figures, report, with_all
@@ -280,8 +279,3 @@ def test_a_browser_shows_the_page_on_a_small_screen(tmp_path: Path) -> None:
     [title] = re.findall("<title>(true.*|false.*)</title>", finished.stdout)
     assert title == "true true true", "fits the window, can be read, all boxes have a width"
     assert "CONSOLE" not in finished.stderr
-
-
-def test_a_report_is_read_as_it_was_written() -> None:
-    for found in (report(), with_all()):
-        assert as_json(from_json(RunDocument, as_json(found))) == as_json(found)

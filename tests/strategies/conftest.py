@@ -11,12 +11,7 @@ from tests.world import World
 
 
 class OneProcess:
-    """Stands for a world of ranks where a strategy drives all devices from one process: this one.
-
-    Args:
-        name: of the strategy; what is to run under another one runs on the ranks.
-        ranks: a world of as many ranks as there are devices.
-    """
+    """Stands for ranks where the named strategy drives all devices from this process; another one runs on the ranks."""
 
     def __init__(self, name: str, ranks: World) -> None:
         self._name = name

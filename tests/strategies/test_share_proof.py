@@ -91,7 +91,7 @@ def test_the_check_of_shares_leaves_no_trace(strategy: str, world2: World) -> No
 
 def test_so_many_batches_of_each_fit_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     compared: list[Any] = []
-    monkeypatch.setattr(ShareProof, "_find", lambda self, batch: compared.append(batch))
+    monkeypatch.setattr(ShareProof, "_find", lambda self, batch: (compared.append(batch) or "", ""))
     proof = ShareProof(SimpleNamespace(_module=SimpleNamespace(automatic_optimization=True)), 2)  # type: ignore[arg-type]
     for batches in ("abc", "de"):
         proof.begin_fit()

@@ -215,7 +215,7 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
         names = names[:2]
         (q_in, fused), (o_in, _) = sizes[:2]
         # A module around an attention has an attribute of its own about heads, and not just a config.
-        counts_heads = any("head" in own for around in _ancestors(parts, *names) for own in vars(parts[around]))
+        counts_heads = any("head" in own for around in _ancestors(*names) for own in vars(parts[around]))
         is_gate = fused == 2 * o_in and not counts_heads
         roles = {names[0]: "column", names[1]: "row"}
         number, of_keys = (0, 0) if is_gate else _heads_of(parts, *names, may_be_h=True)
@@ -236,7 +236,7 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
 def _uncounted(parts: Mapping[str, Module], roles: dict[str, str]) -> Block:
     """An attention whose number of heads is not known."""
     first, *_, last = roles
-    around = kind_of([_ancestors(parts, first, last)[-1]]) or "the module"
+    around = kind_of([_ancestors(first, last)[-1]]) or "the module"
     problem = f"no attribute of {around} counts the heads: store their number in __init__, as self.num_heads"
     return Block("attention", roles, (Way(problem=problem),))
 
@@ -258,7 +258,7 @@ def _distance(first: str, second: str) -> int:
     return len(one) + len(other) - 2 * common
 
 
-def _ancestors(parts: Mapping[str, Module], first: str, last: str) -> list[str]:
+def _ancestors(first: str, last: str) -> list[str]:
     """Modules that contain ``first`` up to the one that contains ``last`` too, the innermost first."""
     found, name = [], first
     while name:
@@ -275,7 +275,7 @@ def _heads_of(parts: Mapping[str, Module], first: str, last: str, *, may_be_h: b
 
     If it ``may_be_h``, an attribute ``h`` counts them where no other does.
     """
-    for name in _ancestors(parts, first, last) if _are_near((first, last)) else ():
+    for name in _ancestors(first, last) if _are_near((first, last)) else ():
         known = vars(parts[name])
         config = known.get("config")
         heads = _number(known, None, _HEADS) or _number({}, config, _HEADS)

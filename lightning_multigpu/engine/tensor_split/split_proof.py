@@ -8,24 +8,26 @@
 
 from __future__ import annotations
 
-import math
-
-import psutil
 import torch
-from torch.nn import Parameter
 
-from lightning_multigpu.engine.gradient_check import Gradients, moved_weights, norm_of, relative_errors
+from lightning_multigpu.engine.parity import (
+    Gradients,
+    are_finite,
+    difference,
+    lack_of_memory,
+    moved_weights,
+    norm_of,
+    take_gradients,
+)
 from lightning_multigpu.engine.step_state import torch_random_states
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep, error_of_users
-from lightning_multigpu.planning.numbers import size
 
 
 class SplitProof:
     """Compares gradients of a step on whole layers with those on split layers; made before the split.
 
-    Weights are moved by 1 % meanwhile: one that starts at zero, as in a gate, hides its factor. Ranks draw random
-    numbers of their own for parts of tensors. So a step that draws some is run in evaluation mode.
+    Ranks draw random numbers of their own for parts of tensors. So a step that draws some is run in evaluation mode.
 
     Args:
         step: of a module whose layers will be split.
@@ -37,20 +39,19 @@ class SplitProof:
 
     def __init__(self, step: TracelessStep, *, rtol: float) -> None:
         self._step, self._module, self._group, self._rtol = step, step.module, step.group, rtol
+        self._parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         self._trains = True
         self._sizes: dict[str, float] = {}
         self._expected: Gradients = {}
-        needed = self._group.size * sum(each.nbytes for each in self._trained().values())
-        available = psutil.virtual_memory().available
-        obstacle = f"gradients take {size(needed)} of {size(available)}" if needed > available else ""
+        needed = self._group.size * sum(each.nbytes for each in self._parameters.values())
+        obstacle = lack_of_memory("gradients", needed, torch.device("cpu"))
         try:
             if not obstacle:
                 self._trains = not self._draws()
                 self._expected = self._gradients()
+                obstacle = "" if are_finite(self._expected) else "gradients of whole layers are not finite"
         except Exception as error:  # a step may work in training mode only
             obstacle = error_of_users(error)
-        if not all(bool(torch.isfinite(each).all()) for each in self._expected.values()):
-            obstacle = "gradients of whole layers are not finite"
         obstacle = step.first_of_ranks(obstacle)
         self.obstacle = obstacle and f"Whether split layers train as whole ones is not proved: {obstacle}"
 
@@ -60,27 +61,19 @@ class SplitProof:
         Raises:
             ValueError: gradients of split layers differ.
         """
-        parameters, own = self._trained(), {}
-        for name, whole in self._expected.items():
-            split = split_of(parameters[name])
-            own[name] = whole if split is None else split.part(whole, self._group.rank)
+        own = {
+            name: whole if (split := split_of(self._parameters[name])) is None else split.part(whole, self._group.rank)
+            for name, whole in self._expected.items()
+        }
         norms = {name: norm_of(whole) for name, whole in self._expected.items()}
-        errors = relative_errors(self._gradients(), own, norms)
-        wrong = {name: math.inf if math.isnan(e) else e for name, e in errors.items() if not e <= self._rtol}
-        everyone = [found for found in self._step.gather(wrong) if found]
-        if everyone:
-            error, name = max((error, name) for found in everyone for name, error in found.items())
-            names = {name for found in everyone for name in found}
+        found = difference(self._gradients(), own, self._rtol, norms=norms, gather=self._step.gather)
+        if found is not None:
             raise ValueError(
                 "split layers would train other gradients than whole ones: in a dry run of the first batch "
-                f"{len(names)} parameters differ, most {name!r} (relative difference {error:.2g}, rounding explains "
-                f"{self._rtol:.0e}). A layer or a function computes something else on a part of a tensor, in code that "
+                f"{found}. A layer or a function computes something else on a part of a tensor, in code that "
                 "torch's functions do not show. Keep such layers whole, by plan={'*.first': 'column', '*.second': "
                 "'row'} without them, or use strategy='ring_ddp'; verify_steps=0 trains all the same"
             )
-
-    def _trained(self) -> dict[str, Parameter]:
-        return {name: parameter for name, parameter in self._module.named_parameters() if parameter.requires_grad}
 
     def _draws(self) -> bool:
         """Whether the step draws random numbers in training mode."""
@@ -92,16 +85,9 @@ class SplitProof:
 
     def _gradients(self) -> Gradients:
         """This rank's gradients, in host memory: of whole parameters, or of its parts."""
-        parameters = self._trained()
-        moved = moved_weights(parameters, rank=self._group.rank, sizes=self._sizes)
-        with moved, self._step.running():
+        with moved_weights(self._parameters, rank=self._group.rank, sizes=self._sizes), self._step.running():
             if not self._trains:
                 self._module.eval()
             self._step.forward_and_backward()
             with self._group.showing(parts=True):
-                grads = {name: parameter.grad for name, parameter in parameters.items()}
-                return {
-                    name: (grad.to_dense() if grad.is_sparse else grad).detach().to("cpu", copy=True)
-                    for name, grad in grads.items()
-                    if grad is not None
-                }
+                return take_gradients(self._module)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.engine.gradient_check import trained, without_gradients
+from lightning_multigpu.engine.parity import trained, without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of

@@ -29,7 +29,7 @@ from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, without_trace
+from lightning_multigpu.strategies.steps.dry_run import rounding, without_trace
 from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers, open_tensor_group
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class TensorAxis:
             plan = self.layers.decide(
                 TracelessStep(module, self.group, step, traceless=traceless, gather=world.gather_objects),
                 module.trainer.optimizers,
-                rtol=gradient_rtol(module, model.device),
+                rtol=rounding(module, model.device).gradients,
                 proves=self._proves,
             )
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
 
-from lightning_multigpu.engine.gradient_check import gradient_tolerance
+from lightning_multigpu.engine.parity import Rounding, rounding_of
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state
 
@@ -100,13 +100,8 @@ def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def gradient_rtol(module: pl.LightningModule, device: torch.device) -> float:
-    """The relative difference of two gradients of the module that rounding explains, under the Trainer's precision."""
-    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()} | precision_dtypes(module)
-    return max((gradient_tolerance(dtype, device.type) for dtype in dtypes), default=0.0)
-
-
-def precision_dtypes(module: pl.LightningModule) -> set[torch.dtype]:
-    """The dtypes in which the Trainer's precision computes, beside those of the parameters."""
-    precision = module.trainer.precision
-    return {torch.bfloat16} if "16" in precision or "transformer" in precision else set()
+def rounding(module: pl.LightningModule, device: torch.device, *further: torch.dtype) -> Rounding:
+    """What rounding explains of computations of the module under the Trainer's precision, and in further dtypes."""
+    dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
+    half = {torch.bfloat16} if "16" in module.trainer.precision or "transformer" in module.trainer.precision else set()
+    return rounding_of({*dtypes, *further, *half}, device)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lightning_multigpu.engine.gradient_check import GradientCheck, Verdict
 from lightning_multigpu.engine.micro_batches import cloned
+from lightning_multigpu.engine.parity import SumCheck
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
-from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import rounding, unlogged_loss, without_trace
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 
 class ShareProof:
-    """Compares the gradients of two halves of each rank's batch with those of the batch; see :class:`.GradientCheck`.
+    """Compares the gradients of two halves of each rank's batch with those of the batch; see :class:`.SumCheck`.
 
     ``num_steps`` batches of a fit are compared, each before it trains.
     """
@@ -40,49 +40,35 @@ class ShareProof:
         if not self._left:
             return
         self._left -= 1
-        module = self._strategy._module
-        if not module.automatic_optimization:
+        option = f"verify_steps={self.num_steps}"
+        if not self._strategy._module.automatic_optimization:
             self._left = 0
-            rank_zero_warn(
-                f"verify_steps={self.num_steps} has no effect in manual optimization, where only the step knows its "
-                "losses"
-            )
+            rank_zero_warn(f"{option} has no effect in manual optimization, where only the step knows its losses")
             return
-        finding = self._find(batch, *others)
-        if finding is None or finding.verdict == Verdict.UNCLEAR:
-            reason = "gradients are not finite" if finding else "a rank's batch cannot be cut into two halves"
-            rank_zero_info(
-                f"verify_steps={self.num_steps}: whether the loss couples the samples of a batch cannot be told: "
-                f"{reason}"
-            )
-        elif finding.verdict == Verdict.COUPLED:
+        coupling, line = self._find(batch, *others)
+        if coupling:
             raise ValueError(
-                f"training_step couples the samples of a batch: {finding.describe()}. Each rank has a share of the "
-                "global batch, so that training follows other gradients than one device's. A contrastive loss over "
-                "all ranks gathers their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in "
-                "the loader's collate_fn. verify_steps=0 accepts the difference, and is needed after all_gather too"
+                f"training_step couples the samples of a batch: {coupling}. Each rank has a share of the global batch, "
+                "so that training follows other gradients than one device's. A contrastive loss over all ranks gathers "
+                "their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in the loader's "
+                "collate_fn. verify_steps=0 accepts the difference, and is needed after all_gather too"
             )
+        if line:
+            rank_zero_info(f"{option}: {line}.")
 
-    def _find(self, batch: Any, *others: Any) -> Any:
+    def _find(self, batch: Any, *others: Any) -> tuple[str, str]:
         strategy = self._strategy
         module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
 
         def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
-            for number, (part, weight) in enumerate(zip(parts, weights, strict=True)):
+            for number, part in enumerate(map(cloned, parts)):
                 set_random_state(seed_of(seed, number, strategy.global_rank), strategy.root_device)
-                step = functools.partial(module.training_step, cloned(part), *others)
-                loss = unlogged_loss(plugin, module, step)
+                loss = unlogged_loss(plugin, module, partial(module.training_step, part, *others))
                 if loss is not None:
-                    (loss * (weight * scale)).backward()
+                    (loss * (weights[number] * scale)).backward()
 
-        check = GradientCheck(
-            module,
-            dict(module.named_parameters()),
-            run,
-            traceless=lambda: without_trace(module),
-            gather=strategy.gather_objects,
-            loss_reduction=strategy.feed.loss_reduction,
-            rtol=gradient_rtol(module, strategy.root_device),
-        )
+        traceless, reduction = partial(without_trace, module), strategy.feed.loss_reduction
+        rtol = rounding(module, strategy.root_device).gradients
+        check = SumCheck(module, run, traceless, reduction, rtol, strategy.gather_objects)
         with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
             return check.find(batch, 2)

@@ -35,7 +35,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
-from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, traceless, unlogged_loss
+from lightning_multigpu.strategies.steps.dry_run import rounding, traceless, unlogged_loss
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import (
     are_equal,
@@ -255,7 +255,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                     optimizes_manually=not module.automatic_optimization,
                 ),
                 self.optimizers,
-                rtol=gradient_rtol(module, self.root_device),
+                rtol=rounding(module, self.root_device).gradients,
                 proves=self._verify_steps > 0,
             )
         self._split_plan = plan

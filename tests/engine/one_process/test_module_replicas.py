@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 
 import pytest
@@ -93,17 +93,11 @@ def test_copies_of_parameters_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     replicas = made_as_on_gpus(module, range(3), monkeypatch)
     assert not {*map(id, replicas[1].parameters())} & {*map(id, module.parameters())}
     assert replicas[1].second.weight is replicas[1].first.weight
-    assert [each.requires_grad for each in replicas[1].parameters()] == [
-        each.requires_grad for each in module.parameters()
-    ]
-    threads = ReplicaThreads(CPUS)
-    try:
-        losses = threads.run(
-            [partial(replica, part) for replica, part in zip(replicas, x.split(2), strict=True)], "step"
-        )
+    for own, of_module in zip(replicas[1].parameters(), module.parameters(), strict=True):
+        assert own.requires_grad == of_module.requires_grad
+    with closing(ReplicaThreads(CPUS)) as threads:
+        losses = threads.run(list(map(partial, replicas, x.split(2))), "step")
         JointLoss(losses, [1 / 3] * 3, parameters_of(replicas), threads, nullcontext).value().backward()
-    finally:
-        threads.close()
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,8 +29,9 @@ from tests.engine.parameter_server.updates import (
     every_optimizer,
     groups_of,
     hooks_of_all_optimizers,
+    of_rank,
     on_one_device,
-    trained,
+    steps_of,
     unusual_steps,
     weights,
 )
@@ -89,19 +91,17 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(world2: World) -> Non
 
 
 def unusual() -> tuple[dict[str, Any], list[Tensor]]:
-    with serving_ranks() as serve:
-        with hooks_of_all_optimizers() as calls:
-            found = unusual_steps(serve, rank(), calls)
-        optimizer = DecayingSGD(groups_of(parameters := weights()), lr=0.1, momentum=0.9)
-        trained(serve, optimizer, parameters, rank()).close()
-    return found, [p.detach() for p in parameters]
+    optimizer = DecayingSGD(groups_of(parameters := weights()), lr=0.1, momentum=0.9)
+    with serving_ranks() as serve, hooks_of_all_optimizers() as calls:
+        decaying = steps_of(optimizer, parameters, of_rank(rank()), serve)
+        return unusual_steps(serve, rank(), calls), decaying
 
 
 def test_unusual_steps(world2: World) -> None:
-    decaying, _ = on_one_device(lambda groups: DecayingSGD(groups, lr=0.1, momentum=0.9))
-    for found, of_decaying in world2.run(unusual):
+    expected, _ = on_one_device(lambda groups: DecayingSGD(groups, lr=0.1, momentum=0.9))
+    for found, decaying in world2.run(unusual):
         assert_unusual(found)
-        assert_equal(of_decaying, decaying)
+        assert_equal(decaying, expected)
 
 
 def changed_alone(num_changed: int) -> None:
@@ -121,38 +121,27 @@ def test_states_that_ranks_have_not_changed_alike(world4: World) -> None:
     )
 
 
-class Stream:
-    """A stream whose work is done at once; it keeps the order of calls."""
-
-    calls: ClassVar[list[str]] = []
-
-    def __init__(self, device: Any = None) -> None:
-        self.calls.append("stream")
-
-    def wait_stream(self, other: Any) -> None:
-        self.calls.append("waits for backward")
-
-    def synchronize(self) -> None:
-        self.calls.append("host waits")
-
-
 def test_gradients_are_copied_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stream, "calls", [])
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    cuda = mock.Mock()  # its streams have done their work at once
+    monkeypatch.setattr(torch.cuda, "Stream", cuda.Stream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: Stream.calls.append("kept for the stream"))
+    monkeypatch.setattr(Tensor, "record_stream", lambda tensor, stream: cuda.kept_for_the_stream())
+
+    def calls() -> list[str]:
+        return [name for name, *_ in cuda.mock_calls]
+
     parameter, place = nn.Parameter(torch.ones(3)), torch.zeros(3)
     copies, wanted = EarlyCopies(), False
     copies.follow(parameter, place, lambda: wanted)
 
     parameter.sum().backward()  # gradients are still accumulated
     assert not copies.has(parameter)
-    assert not Stream.calls
+    assert not calls()
     wanted = True
     parameter.sum().backward()
     assert place.tolist() == [2.0] * 3
-    assert Stream.calls == ["stream", "waits for backward", "kept for the stream"]
+    assert calls() == ["Stream", "Stream().wait_stream", "kept_for_the_stream"]
     assert copies.has(parameter)
     assert not copies.has(parameter), "the next step needs a copy of its own"
 
@@ -161,7 +150,7 @@ def test_gradients_are_copied_while_backward_goes_on(monkeypatch: pytest.MonkeyP
     parameter.grad.mul_(0.5)  # by a hook: the copy is stale
     assert not copies.has(parameter)
     copies.wait()
-    assert Stream.calls[-1] == "host waits"
+    assert calls()[-1] == "Stream().synchronize"
     copies.close()
     parameter.sum().backward()
     assert not copies.has(parameter)

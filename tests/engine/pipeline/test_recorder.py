@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,13 +47,8 @@ def test_marks_become_intervals() -> None:
     [found] = made.steps()
     assert (found.number, found.num_micro_batches) == (1, 2)
     start = found.timeline[0].start_s
-    assert found.timeline == (
-        Interval("receive", 1, 0, start, start + 1),
-        Interval("forward", 1, 0, start + 1, start + 2),
-        Interval("send", 1, 0, start + 3, start + 4),
-        Interval("receive", 1, 1, start + 4, start + 5),
-        Interval("forward", 1, 1, start + 5, start + 6),
-    )
+    ends = [("receive", 0, 1), ("forward", 0, 2), ("send", 0, 4), ("receive", 1, 5), ("forward", 1, 6)]
+    assert found.timeline == tuple(Interval(kind, 1, m, start + end - 1, start + end) for kind, m, end in ends)
 
 
 def test_what_was_asked_for_in_advance_is_waited_for_at_last() -> None:
@@ -68,36 +64,25 @@ def test_what_was_asked_for_in_advance_is_waited_for_at_last() -> None:
     ]  # fmt: skip
 
 
-def test_only_steps_in_one_run_that_succeed_count() -> None:
+def test_only_steps_that_are_asked_for_run_together_and_succeed_count() -> None:
     made = recorder()
-    with made.step(2, together=False):
-        made.enter("forward", 0, 0)
-    with pytest.raises(ZeroDivisionError), made.step(2, together=True):
-        made.enter("forward", 0, 1 // 0)
-    made.enter("forward", 0, 0)  # outside of a step
-    with made.step(2, together=True):
-        made.enter("forward", 0, 0)
-    assert [(step.number, len(step.timeline)) for step in made.steps()] == [(3, 1)]
 
+    def step(*, together: bool = True, fail: bool = False) -> None:
+        with made.step(2, together=together):
+            made.enter("forward", 0, 1 // (not fail))
 
-def test_nothing_is_noted_until_somebody_asks() -> None:
-    made = recorder()
     made.notes_steps = False
-    with made.step(2, together=True):
-        made.enter("forward", 0, 0)
-    assert made.steps() == ()
+    step()
     made.notes_steps = True
-    with made.step(2, together=True):
-        made.enter("forward", 0, 0)
-    assert [step.number for step in made.steps()] == [2]
-
-
-def test_the_newest_steps_are_kept() -> None:
-    made = recorder()
+    step(together=False)
+    with pytest.raises(ZeroDivisionError):
+        step(fail=True)
+    made.enter("forward", 0, 0)  # outside of a step
+    assert made.steps() == ()
     for _ in range(KEPT_STEPS + 3):
-        with made.step(2, together=True):
-            made.enter("forward", 0, 0)
-    assert [step.number for step in made.steps()] == list(range(4, 4 + KEPT_STEPS))
+        step()
+    newest = [(number, 1) for number in range(7, 7 + KEPT_STEPS)]
+    assert [(each.number, len(each.timeline)) for each in made.steps()] == newest
 
 
 def peak(kept: SavedActivations, run: Any) -> int:
@@ -110,17 +95,14 @@ def peak(kept: SavedActivations, run: Any) -> int:
 def test_the_peak_is_over_all_that_is_kept_at_a_time() -> None:
     x = torch.ones(10, requires_grad=True)
 
-    def one_after_the_other() -> None:
-        for _ in range(5):
+    def some_at_once(count: int) -> None:
+        for _ in range(2):
+            for result in [x.exp().sum() for _ in range(count)]:
+                result.backward()
             x.exp().sum().backward()
 
-    def all_at_once() -> None:
-        for result in [x.exp().sum() for _ in range(5)]:
-            result.backward()
-        x.exp().sum().backward()
-
-    assert peak(SavedActivations([]), one_after_the_other) == 40
-    assert peak(SavedActivations([]), all_at_once) == 5 * 40
+    for count in (1, 5):
+        assert peak(SavedActivations([]), partial(some_at_once, count)) == count * 40
 
 
 def test_pieces_of_memory_count_once_and_parameters_do_not() -> None:

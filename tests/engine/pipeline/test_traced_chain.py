@@ -92,11 +92,14 @@ def test_pieces_compute_what_the_module_computes() -> None:
 
 
 def test_what_training_and_evaluation_use_is_known_from_the_first() -> None:
+    """Also in a step whose activations are counted, of which the trace keeps none."""
     outer = Outer()
     chain = chain_of(outer)
     outer.eval()
-    with torch.inference_mode():
+    saved = SavedActivations([])
+    with torch.inference_mode(), saved.counted():
         chain.arrange(lambda: run(outer.net), will_train=True)
+    assert saved.peak_bytes == 0
     assert not any(part.training for part in outer.modules())
     assert "norm.num_batches_tracked" in chain.layers[1].names
     assert "inactive.bias" in chain.layers[2].names
@@ -112,10 +115,8 @@ def test_tensors_that_move_between_stages_are_refused() -> None:
     chain = chain_of(outer, ["net.b"], "net")
     chain.arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
     outer.net.own_forward = lambda net, x: net.b(net.inactive(nn.functional.linear(x, net.b.weight)))
-    with (
-        chain.entered(),
-        pytest.raises(PipelineError, match=r"stage 0 uses 'net.b.weight' .* that used it before are: 1; move"),
-    ):
+    words = r"stage 0 uses 'net.b.weight' .* that used it before are: 1; move"
+    with chain.entered(), pytest.raises(PipelineError, match=words):
         outer.net(torch.zeros(3, 4))
 
 
@@ -127,18 +128,6 @@ def test_statistics_of_a_new_mode_are_refused_on_one_stage_only() -> None:
     outer.train()
     with chain.entered(), pytest.raises(PipelineError, match=r"stage 0 uses 'net.norm.running_mean' .* are: none"):
         outer.net(torch.zeros(3, 4))
-
-
-def branches(net: Net, x: Tensor) -> Tensor:
-    return net.b(net.a(x)) if x.sum() > 0 else net.b(x)
-
-
-def draws(net: Net, x: Tensor) -> Tensor:
-    return net.b(net.a(x) * random.random())
-
-
-def twice(net: Net, x: Tensor) -> Tensor:
-    return net.b(net.b(net.a(x)))
 
 
 def without_grad(net: Net, x: Tensor) -> Tensor:
@@ -172,30 +161,26 @@ def statistics_twice(net: Net, x: Tensor) -> Tensor:
     return nn.functional.batch_norm(net.b(x), mean, var, training=True)
 
 
-def independent(net: Net, x: Tensor) -> Tensor:
-    net.a(x)
-    return net.b(x)
-
-
-def size_of_a_value(net: Net, x: Tensor) -> Tensor:
-    number = net.a(x).sum().item()
-    return net.b(x) * number
-
-
 @pytest.mark.parametrize(
     ("forward", "message"),
     [
-        (branches, r"torch.export cannot trace the forward pass of Net: .* that depend on values"),
-        (draws, "Python's random or of NumPy"),
-        (twice, "calls the split points 'b', 'b', and stages begin in the order 'b'"),
+        (
+            lambda net, x: net.b(net.a(x) if x.sum() > 0 else x),
+            r"torch.export cannot trace .* of Net: .* that depend on values",
+        ),
+        (lambda net, x: net.b(net.a(x) * random.random()), "Python's random or of NumPy"),
+        (lambda net, x: net.b(net.b(net.a(x))), "calls the split points 'b', 'b', and stages begin in the order 'b'"),
         (lambda net, x: net.a(x), "calls the split points not at all"),
         (without_grad, r"cut into 1 pieces, and the split points 'b' make 2"),
         (writes_argument, "changes an argument in place .*work on a copy"),
         (writes_view, "shares its memory, is needed too"),
         (writes_shared, r"stage 0 changes 'scale' in place, and the stages \[0, 1\] use it"),
         (statistics_twice, r"changes 'norm.running_mean' in place, and the stages \[0, 1\] use it"),
-        (independent, "nothing that is computed before split point 1 is needed after it"),
-        (size_of_a_value, "gives a SymFloat that is needed after it, and only tensors travel"),
+        (lambda net, x: (net.a(x), net.b(x))[1], "nothing that is computed before split point 1 is "),
+        (
+            lambda net, x: net.a(x).sum().item() * net.b(x),
+            "gives a SymFloat that is needed after it, ",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(forward: Forward, message: str) -> None:
@@ -204,11 +189,14 @@ def test_what_cannot_be_cut_is_refused(forward: Forward, message: str) -> None:
         chain_of(outer, ["net.b"]).arrange(lambda: outer.net(torch.zeros(2, 4)), will_train=True)
 
 
-def test_points_are_named_in_the_order_in_which_they_run() -> None:
+def test_points_that_a_step_does_not_run_in_their_order_are_refused() -> None:
     outer = Outer()
-    chain = chain_of(outer, POINTS[::-1])
-    with pytest.raises(PipelineError, match="calls the split points 'b', 'c', and stages begin in the order 'c', 'b'"):
-        chain.arrange(lambda: run(outer.net), will_train=True)
+    for step, words in (
+        (lambda: run(outer.net), "calls the split points 'b', 'c', and stages begin in the order 'c', 'b'"),
+        (lambda: None, "the step returned without calling 'net'"),
+    ):
+        with pytest.raises(PipelineError, match=words):
+            chain_of(outer, POINTS[::-1]).arrange(step, will_train=True)
 
 
 def test_what_arrives_may_be_changed_in_place() -> None:
@@ -236,28 +224,10 @@ def test_what_arrives_may_be_changed_in_place() -> None:
     assert torch.equal(result, expected)
 
 
-def test_a_module_may_be_traced_in_a_step_whose_activations_are_counted() -> None:
-    outer = Outer()
-    chain = chain_of(outer)
-    saved = SavedActivations([])
-    with saved.counted():
-        chain.arrange(lambda: run(outer.net), will_train=True)
-    assert saved.peak_bytes == 0
-
-
-def test_a_step_that_does_not_call_the_module_is_refused() -> None:
-    with pytest.raises(PipelineError, match="the step returned without calling 'net'"):
-        chain_of(Outer()).arrange(lambda: None, will_train=True)
-
-
 @pytest.mark.parametrize(
     ("points", "name", "message"),
     [
-        (
-            ["net.d"],
-            "auto",
-            "split_points names 'net.d', which is no part of the module; 'net' has 'net.a', 'net.b', 'net.c'",
-        ),
+        (["net.d"], "auto", "'net.d', which is no part of the module; 'net' has 'net.a', 'net.b', 'net.c'"),
         (["mlp.d"], "auto", "'mlp.d', which is no part of the module; the module has 'net', 'head'"),
         (["head"], "net", "split_points names 'head', which is not within module='net'"),
         (["net.b"], "nets", "module='nets' is no part of the module; the module has 'net', 'head'"),
@@ -313,33 +283,27 @@ class ConvNet(nn.Module):
         return self.fc2(torch.relu(self.fc1(x.flatten(1))))  # type: ignore[no-any-return]
 
 
-def within(part: nn.Module) -> nn.Module:
-    outer = nn.Module()
-    outer.net = part
-    return outer
-
-
 def test_a_message_about_layers_says_where_to_cut_around_them() -> None:
-    outer, x = within(Residual()), torch.randn(3, 4)
+    outer, x = nn.ModuleDict({"net": Residual()}), torch.randn(3, 4)
     stage = LayerInterception(find_chain(outer, "net.layers", 2))
     words = r"unchanged.* PipelineStrategy\(module='net', split_points=\['net.layers.three'\]\)"
     with pytest.raises(PipelineError, match=words), stage.installed():
-        stage.run((0, 2), lambda: outer.net(x), None)
-    expected = outer.net(x)
+        stage.run((0, 2), lambda: outer["net"](x), None)
+    expected = outer["net"](x)
     with TracedChain(outer, "net", ["net.layers.three"], CPU).entered():
-        assert torch.equal(outer.net(x), expected)
+        assert torch.equal(outer["net"](x), expected)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_layers_that_are_attributes_are_cut_where_the_message_says(nested: bool) -> None:
     """The message said to use fewer devices, since no cut makes stages of similar size."""
-    outer, x = within(ConvNet()) if nested else ConvNet(), torch.randn(2, 1, 8, 8)
+    net, x = ConvNet(), torch.randn(2, 1, 8, 8)
+    outer = nn.ModuleDict({"net": net}) if nested else net
     for stages, count in ((2, 1), (4, 3), (8, 3)):
         with pytest.raises(ValueError, match=r"split_points=") as caught:
             find_chain(outer, "auto", stages)
         points = ast.literal_eval(str(caught.value).rpartition("split_points=")[2].rstrip(")"))
         assert len(points) == count
-        net = outer.net if nested else outer
         expected = net(x)
         with TracedChain(outer, "auto", points, CPU).entered():
             torch.testing.assert_close(net(x), expected)

@@ -33,19 +33,19 @@ def assert_equal(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-12)
 
 
+def gradient_of(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
 def assert_parts(split: nn.Module, whole: nn.Module, group: TensorGroup) -> None:
     """This rank has its parts of the whole module's parameters and gradients; gathered, the parts are the whole."""
     of_whole = dict(whole.named_parameters())
     for name, parameter in split.named_parameters():
         cut, expected = split_of(parameter), of_whole[name]
-        assert parameter.grad is not None
-        assert expected.grad is not None
-        if cut is None:
-            assert_equal(parameter, expected)
-            assert_equal(parameter.grad, expected.grad)
-        else:
-            assert_equal(parameter, cut.part(expected, group.rank))
-            assert_equal(parameter.grad, cut.part(expected.grad, group.rank))
+        for own, of_all in ((parameter, expected), (gradient_of(parameter), gradient_of(expected))):
+            assert_equal(own, of_all if cut is None else cut.part(of_all, group.rank))
+        if cut is not None:
             assert_equal(cut.gather(parameter.detach(), group, name), expected.detach())
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from lightning_multigpu.engine.tensor_split.layers import (
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, local
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, tensor_group
+from tests.engine.tensor_split.shared import assert_equal, assert_parts, counts, gradient_of, tensor_group
 from tests.world import World
 
 LENGTH, WIDTH, HIDDEN = 7, 6, 10
@@ -63,10 +63,12 @@ def _pair(kind: str, group: TensorGroup) -> tuple[Block, Block]:
     return whole, split
 
 
-def _compute(kinds: Sequence[str]) -> list[dict[tuple[str, str], int]]:
-    collectives = []
+KINDS = {2: ("linear", "no bias", "gated", "conv1d"), 4: ("linear", "no bias", "gated")}
+
+
+def _compute() -> None:
     with tensor_group() as (group, meter):
-        for kind in kinds:
+        for kind in KINDS[group.size]:
             whole, split = _pair(kind, group)
             meter.end_step()
             x, weights = torch.randn(3, LENGTH, WIDTH, requires_grad=True), torch.randn(3, LENGTH, WIDTH)
@@ -74,27 +76,18 @@ def _compute(kinds: Sequence[str]) -> list[dict[tuple[str, str], int]]:
             expected, actual = whole(x), split(own)
             for output in (expected, actual):
                 (output * weights).sum().backward()
-            collectives.append(counts(meter))
+            ends = ("tensor input" if kind == "gated" else "tensor up", "tensor down")
+            assert counts(meter) == {("all_reduce", end): 1 for end in ends}
             assert_equal(actual, expected)
-            assert own.grad is not None
-            assert x.grad is not None
-            assert_equal(own.grad, x.grad)
+            assert_equal(gradient_of(own), gradient_of(x))
             assert_parts(split, whole, group)
-    return collectives
-
-
-KINDS = {2: ("linear", "no bias", "gated", "conv1d"), 4: ("linear", "no bias", "gated")}
 
 
 def test_a_block_sums_once_forward_and_once_back(world: World) -> None:
-    kinds = KINDS[world.num_ranks]
-    for found in world.run(_compute, kinds):
-        for kind, collectives in zip(kinds, found, strict=True):
-            ends = ("tensor input" if kind == "gated" else "tensor up", "tensor down")
-            assert collectives == {("all_reduce", end): 1 for end in ends}
+    world.run(_compute)
 
 
-def _change() -> None:
+def an_input_that_changes_in_place() -> None:
     with tensor_group() as (group, _), torch.no_grad():
         whole, split = _pair("gated", group)
         x = torch.randn(3, LENGTH, WIDTH)
@@ -107,35 +100,9 @@ def _change() -> None:
         assert_equal(local(gate(own)).movedim(-1, 0), gate.part_layout.own(whole.gate(2 * x).movedim(-1, 0)))
 
 
-def test_an_input_that_changes_in_place(world2: World) -> None:
-    world2.run(_change)
-
-
 def test_an_embedding_that_looks_at_all_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="max_norm cannot be split"):
-        VocabSplitEmbedding.of(nn.Embedding(4, 2, max_norm=1.0), SimpleNamespace(rank=0, size=2))  # type: ignore[arg-type]
-
-
-def _embedding(num_rows: int) -> dict[tuple[str, str], int]:
-    with tensor_group() as (group, meter):
-        torch.manual_seed(1)
-        whole = nn.Embedding(num_rows, 4, num_rows - 1)
-        torch.manual_seed(1)
-        split = VocabSplitEmbedding.of(nn.Embedding(num_rows, 4, num_rows - 1), group, name="tokens")
-        tokens = torch.randint(num_rows, (3, 5))
-        outputs = [whole(tokens), split(tokens)]
-        for output in outputs:
-            output.pow(2).sum().backward()
-        collectives = counts(meter)
-        assert_equal(outputs[1], outputs[0])
-        assert_parts(split, whole, group)
-        return collectives
-
-
-@pytest.mark.parametrize("num_rows", [11, 3])
-def test_embedding(world: World, num_rows: int) -> None:
-    for collectives in world.run(_embedding, num_rows):
-        assert collectives == {("all_reduce", "tensor tokens"): 1}
+        VocabSplitEmbedding.of(nn.Embedding(4, 2, max_norm=1.0), mock.Mock(rank=0, size=2))
 
 
 class Scaled(nn.Embedding):
@@ -145,43 +112,39 @@ class Scaled(nn.Embedding):
         return super().forward(input) * 4 + self.weight.mean()
 
 
-def _scaled() -> None:
-    with tensor_group() as (group, _), group.showing(parts=False):
+def _embedding(kind: type[nn.Embedding], num_rows: int) -> dict[tuple[str, str], int]:
+    with tensor_group() as (group, meter), group.showing(parts=kind is not Scaled):
         torch.manual_seed(1)
-        whole = Scaled(11, 4)
-        split = copy.deepcopy(whole)
-        VocabSplitEmbedding.of(split, group)
-        tokens = torch.randint(11, (3, 5))
+        whole = kind(num_rows, 4, num_rows - 1)
+        split = VocabSplitEmbedding.of(copy.deepcopy(whole), group, name="tokens")
+        tokens = torch.randint(num_rows, (3, 5))
         outputs = [whole(tokens), split(tokens)]
         for output in outputs:
             output.pow(2).sum().backward()
+        collectives = counts(meter)
         assert_equal(outputs[1], outputs[0])
         with group.showing(parts=True):
             assert_parts(split, whole, group)
+        return collectives
 
 
-def test_a_subclass_keeps_what_its_forward_adds(world: World) -> None:
+@pytest.mark.parametrize(("kind", "num_rows"), [(nn.Embedding, 11), (nn.Embedding, 3), (Scaled, 11)])
+def test_embedding(world: World, kind: type[nn.Embedding], num_rows: int) -> None:
     """Gemma's factor was lost: split embeddings had a forward of their own, whatever the class of the user."""
-    world.run(_scaled)
+    for collectives in world.run(_embedding, kind, num_rows):
+        assert kind is Scaled or collectives == {("all_reduce", "tensor tokens"): 1}
 
 
-def _raises(token: int) -> bool:
-    """Whether this rank does; the collective is left out, in which the others would wait."""
-    with tensor_group() as (group, _), group.alone():
-        try:
-            VocabSplitEmbedding.of(nn.Embedding(11, 4), group)(torch.tensor([1, token]))
-        except IndexError:
-            return True
-        return False
-
-
-@pytest.mark.parametrize("token", [-1, 11])
-def test_an_unknown_token_raises_as_on_one_device(world2: World, token: int) -> None:
+@pytest.mark.parametrize(("rank", "token"), [(0, -1), (1, 11)])
+def test_an_unknown_token_raises_as_on_one_device(rank: int, token: int) -> None:
     """Each rank took it for a row of another one, and its embedding was zero."""
-    assert world2.run(_raises, token) == [token < 0, token > 0]
+    split = VocabSplitEmbedding.of(nn.Embedding(11, 4), mock.Mock(rank=rank, size=2))
+    with pytest.raises(IndexError):
+        split(torch.tensor([1, token]))
 
 
-def _gradient_of_a_gradient() -> None:
+def gradients_of_gradients_are_refused() -> None:
+    """They would lack the parts of other ranks."""
     with tensor_group() as (group, _):
         x = torch.randn(2, WIDTH, requires_grad=True)
         output = ColumnSplitLinear.of(nn.Linear(WIDTH, HIDDEN), group)(x)
@@ -190,6 +153,9 @@ def _gradient_of_a_gradient() -> None:
             gradient.sum().backward()
 
 
-def test_gradients_of_gradients_are_refused(world2: World) -> None:
-    """They would lack the parts of other ranks."""
-    world2.run(_gradient_of_a_gradient)
+@pytest.mark.parametrize(
+    "check",
+    [an_input_that_changes_in_place, gradients_of_gradients_are_refused],
+)
+def test_on_ranks(world2: World, check: Callable[[], None]) -> None:
+    world2.run(check)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,14 +19,14 @@ from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, functions_get_whole, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from tests.engine.tensor_split.shared import assert_equal, counts, tensor_group
+from tests.engine.tensor_split.shared import assert_equal, counts, gradient_of, tensor_group
 from tests.world import World
 
 CLASSES, ROWS = 11, 15
 OPERAND = "the gradient of an operand"
 
 
-def _cross_entropy(num_classes: int, masked: int, reduction: str, label_smoothing: float) -> dict[tuple[str, str], int]:
+def _cross_entropy(num_classes: int, masked: int, reduction: str, label_smoothing: float) -> None:
     with tensor_group() as (group, meter):
         torch.manual_seed(2)
         # Large logits: without the largest of all ranks their exponentials are inf.
@@ -42,19 +43,15 @@ def _cross_entropy(num_classes: int, masked: int, reduction: str, label_smoothin
         actual = split_cross_entropy(own, target, placed, **options)  # type: ignore[arg-type]
         for loss in (expected, actual):
             (loss * weights if reduction == "none" else loss * 3).sum().backward()
-        collectives = counts(meter)
+        assert counts(meter) == {("all_gather", "tensor head cross_entropy"): 1}
         assert_equal(actual, expected)
-        assert whole.grad is not None
-        assert own.grad is not None
-        assert_equal(own.grad, placed.at(1).own(whole.grad))
-        return collectives
+        assert_equal(gradient_of(own), placed.at(1).own(gradient_of(whole)))
 
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_cross_entropy(world2: World, reduction: str, label_smoothing: float) -> None:
-    for collectives in world2.run(_cross_entropy, CLASSES, 0, reduction, label_smoothing):
-        assert collectives == {("all_gather", "tensor head cross_entropy"): 1}
+    world2.run(_cross_entropy, CLASSES, 0, reduction, label_smoothing)
 
 
 def test_a_rank_without_classes(world4: World) -> None:
@@ -66,19 +63,15 @@ def test_a_rank_whose_classes_are_masked(world2: World) -> None:
     world2.run(_cross_entropy, CLASSES, 7, "mean", 0.0)
 
 
-def _no_class() -> None:
-    with tensor_group() as (group, _):
-        placed = PartLayout(ParameterSplit.even(CLASSES, group.size), group, "head")
-        with pytest.raises(IndexError, match=f"there are {CLASSES} classes"):
-            split_cross_entropy(placed.own(torch.zeros(CLASSES, 2)).t(), torch.tensor([0, CLASSES]), placed)
-
-
-def test_a_target_that_is_no_class_is_refused(world2: World) -> None:
-    world2.run(_no_class)
+def test_a_target_that_is_no_class_is_refused() -> None:
+    placed = PartLayout(ParameterSplit.even(CLASSES, 2), mock.Mock(rank=0, size=2), "head")
+    with pytest.raises(IndexError, match=f"there are {CLASSES} classes"):
+        split_cross_entropy(torch.zeros(2, 6), torch.tensor([0, CLASSES]), placed)
 
 
 TARGET = torch.randint(CLASSES, (2, 5), generator=torch.Generator().manual_seed(1))
 TARGET[0, 1] = -100
+FLAT = TARGET.flatten()
 
 
 def _placed(group: TensorGroup, num_dims: int) -> PartLayout:
@@ -87,26 +80,18 @@ def _placed(group: TensorGroup, num_dims: int) -> PartLayout:
 
 def _changed(z: Tensor, change: Callable[[], object]) -> Tensor:
     change()
-    return F.cross_entropy(z.flatten(0, 1), TARGET.flatten())
+    return F.cross_entropy(z.flatten(0, 1), FLAT)
 
 
 FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "view": (lambda z: F.cross_entropy(z.view(-1, CLASSES), TARGET.view(-1)), []),
     "size": (lambda z: F.cross_entropy(z.view(-1, z.size(-1)), TARGET.view(-1)), []),
     "sum": (lambda z: F.cross_entropy(z.reshape(z.shape[0] * z.shape[1], -1), TARGET.view(-1), reduction="sum"), []),
-    "flatten": (lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten()), []),
-    "shifted": (
-        lambda z: F.cross_entropy(z[..., :-1, :].contiguous().view(-1, CLASSES), TARGET[..., 1:].reshape(-1)),
-        [],
-    ),
+    "shifted": (lambda z: F.cross_entropy(z[:, :-1].contiguous().view(-1, CLASSES), TARGET[:, 1:].flatten()), []),
     "cast": (lambda z: F.cross_entropy(z[:, :-1].float().double().reshape(-1, CLASSES), TARGET[:, 1:].flatten()), []),
-    "module": (lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z.flatten(0, 1) / 2.0, TARGET.flatten()), []),
-    "none": (lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten(), reduction="none").mean(), []),
+    "module": (lambda z: nn.CrossEntropyLoss(label_smoothing=0.1)(z.flatten(0, 1) / 2.0, FLAT), []),
     "transposed": (lambda z: F.cross_entropy(z.transpose(1, 2), TARGET), ["cross_entropy"]),
-    "weights": (
-        lambda z: F.cross_entropy(z.flatten(0, 1), TARGET.flatten(), weight=torch.arange(1.0, CLASSES + 1)),
-        ["cross_entropy"],
-    ),
+    "weights": (lambda z: F.cross_entropy(z.flatten(0, 1), FLAT, torch.arange(1.0, CLASSES + 1)), ["cross_entropy"]),
     "times a tensor": (lambda z: (z * torch.arange(CLASSES)).sum() + z.softmax(-1).pow(2).sum(), ["sum", "softmax"]),
     "some classes": (lambda z: z[..., 3].sum() + z[0, 1, 2:5].sum(), ["__getitem__", "__getitem__"]),
     "log-softmax": (lambda z: F.nll_loss(F.log_softmax(z.view(-1, CLASSES), 1), TARGET.view(-1)), ["log_softmax"]),
@@ -119,20 +104,14 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
     "relu": (lambda z: _changed(z, lambda: nn.ReLU(inplace=True)(z)), []),
     "elu": (lambda z: _changed(z, lambda: nn.ELU(inplace=True)(z)), []),
     "through a transposed view": (lambda z: _changed(z, lambda: z[:, 1:].transpose(1, 2)[0].mul_(2)), []),
-    "mixed classes": (
-        lambda z: _changed(z, lambda: z.copy_(z.softmax(-1) * 3)),
-        ["softmax", OPERAND],
-    ),
+    "mixed classes": (lambda z: _changed(z, lambda: z.copy_(z.softmax(-1) * 3)), ["softmax", OPERAND]),
     "out": (lambda z: _changed(z, lambda: torch.mul(z.detach(), 3, out=z.detach())), ["mul", "mul"]),
     "without a gradient": (lambda z: _changed(z, torch.no_grad()(lambda: z.clamp_(max=0.5))), []),
     "a view that is used alone": (lambda z: z[..., 3].mul_(2).sum(), ["__getitem__"]),
     "list": (lambda z: torch.cat([z, z]).logsumexp(-1).sum(), ["logsumexp"]),
     "over other dimensions": (lambda z: (z.mean(0).abs() + z.pow(2).sum(dim=(0, 1))).sqrt().sum(), ["sum"]),
     "hidden units that are dead": (lambda z: (z > 0).double().mean((0, 1)).lt(0.5).sum() + z.sum(), ["sum", "sum"]),
-    "normed": (
-        lambda z: (F.normalize(z, dim=1) * F.normalize(z, dim=-1)).sum(),
-        ["normalize", OPERAND, "sum"],
-    ),
+    "normed": (lambda z: (F.normalize(z, dim=1) * F.normalize(z, dim=-1)).sum(), ["normalize", OPERAND, "sum"]),
     "by position": (lambda z: (z + torch.arange(5.0)[:, None]).square().sum(), ["sum"]),
     "its gradient": (lambda z: torch.autograd.grad(z.square().sum(), z)[0].sum() + z.sum(), ["sum", "sum", "sum"]),
     "noise": (lambda z: (torch.manual_seed(0), z * torch.randn_like(z))[1].sum(), ["randn_like", "sum"]),
@@ -140,15 +119,13 @@ FORMS: dict[str, tuple[Callable[[Tensor], Tensor], list[str]]] = {
 }
 
 
-def _all_forms(forms: list[str]) -> dict[str, list[str]]:
-    """Checks the forms that a loss may have, and returns what logits were gathered for in each."""
-    seen: dict[str, list[str]] = {}
+def losses_of_split_logits() -> None:
+    """Checks the forms that a loss may have, and what logits are gathered for in each."""
     with tensor_group() as (group, _):
         split = ParameterSplit.even(CLASSES, group.size)
         along_last = ParameterSplit(-1, split.ranges)
         values = torch.randn(2, 5, CLASSES, generator=torch.Generator().manual_seed(3))
-        for name in forms:
-            compute, _ = FORMS[name]
+        for name, (compute, gathered_for) in FORMS.items():
             whole = values.clone().requires_grad_()
             own = along_last.part(values, group.rank).requires_grad_()
             gathered: list[str] = []
@@ -163,26 +140,16 @@ def _all_forms(forms: list[str]) -> dict[str, list[str]]:
             rtol = 1e-6 if name == "cast" else 1e-10
             assert_close(actual, expected, rtol=rtol, atol=rtol / 100)
             assert_close(own.grad, along_last.part(whole.grad, group.rank), rtol=rtol, atol=rtol / 100)  # type: ignore[arg-type]
-            seen[name] = list(gathered)
+            assert gathered == gathered_for, name
             if "view" not in name:
                 assert_close(torch.clone(logits), whole_logits.detach(), rtol=1e-12, atol=1e-12)
-    return seen
-
-
-def test_losses_of_split_logits(world2: World) -> None:
-    for seen in world2.run(_all_forms, list(FORMS)):
-        assert seen == {name: gathered for name, (_, gathered) in FORMS.items()}
 
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {
     r"select in place.* of select is a view": lambda z: (z.select(-1, 0).fill_(-1), z.sum()),
     r"__getitem__ in place": lambda z: (z[..., 0].unsqueeze(0).fill_(-1), F.cross_entropy(z.flatten(0, 1), TARGET)),
     r"mul_ in place.* of unbind is a view": lambda z: (row := z.unbind(-1)[0], z.mul_(2), row),
-    r"__setitem__ in place.* of diagonal is a view": lambda z: (
-        d := z.diagonal(0, 1, 2),
-        z.__setitem__(0, 1),
-        d,
-    ),
+    r"__setitem__ in place.* of diagonal is a view": lambda z: (d := z.diagonal(0, 1, 2), z.__setitem__(0, 1), d),
     r"register_hook on the output of head": lambda z: z.register_hook(print),
     r"retain_grad on the output of head": lambda z: z.retain_grad(),
     r"data_ptr on the output of head": lambda z: z.data_ptr(),
@@ -229,8 +196,7 @@ CHANNELS: dict[str, Callable[[Tensor, int], Any]] = {  # gathered where a rank h
 }
 
 
-def _all_views() -> dict[str, str]:
-    problems = {}
+def _all_views() -> None:
     with tensor_group() as (group, _):
         heads = HEADS[group.size]
         values = torch.randn(2, 5, heads * 6, generator=torch.Generator().manual_seed(3))
@@ -241,24 +207,20 @@ def _all_views() -> dict[str, str]:
             whole, own = values.clone().requires_grad_(), split.part(values, group.rank).requires_grad_()
             given = whole, SplitTensor.of(own * 1, PartLayout(split, group, "up"))
             expected, actual = ([*y] if isinstance(y := compute(x, heads), list) else [y] for x in given)
-            if gathered or not all(isinstance(each, SplitTensor) for each in actual):
-                problems[name] = f"{gathered}"
+            assert not gathered, name
+            assert all(isinstance(each, SplitTensor) for each in actual), name
             for one, other in zip(expected, actual, strict=True):
                 weights = torch.arange(one.numel(), dtype=one.dtype).view_as(one)
                 (one * weights).sum().backward(retain_graph=True)
                 (torch.clone(other) * weights).sum().backward(retain_graph=True)
                 assert_equal(torch.clone(other), one)
-            assert whole.grad is not None
-            assert own.grad is not None
-            assert_equal(own.grad, split.part(whole.grad, group.rank))
+            assert_equal(gradient_of(own), split.part(gradient_of(whole), group.rank))
             gathered.clear()
-    return problems
 
 
 @pytest.mark.parametrize("num_ranks", HEADS)
 def test_views_of_parts(num_ranks: int, request: pytest.FixtureRequest) -> None:
-    for problems in request.getfixturevalue(f"world{num_ranks}").run(_all_views):
-        assert not problems
+    request.getfixturevalue(f"world{num_ranks}").run(_all_views)
 
 
 class Softmax(torch.autograd.Function):
@@ -277,7 +239,8 @@ class Softmax(torch.autograd.Function):
         return ctx.scale * result * (gradient - (result * gradient).sum(-1, keepdim=True)), None
 
 
-def _functions() -> None:
+def functions_of_users_get_whole_tensors() -> None:
+    """Their backward met gradients of parts beside tensors that show the whole: it failed."""
     with tensor_group() as (group, _):
         values = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(3))
         placed = _placed(group, 2)
@@ -287,17 +250,11 @@ def _functions() -> None:
             for x in (whole, SplitTensor.of(own * 1, placed)):
                 (Softmax.apply(x, 2.0) * torch.arange(float(CLASSES))).sum().backward()  # type: ignore[no-untyped-call]
         assert vars(torch.autograd.Function)["apply"] is before
-        assert whole.grad is not None
-        assert own.grad is not None
-        assert_equal(own.grad, placed.split.part(whole.grad, group.rank))
+        assert_equal(gradient_of(own), placed.split.part(gradient_of(whole), group.rank))
 
 
-def test_functions_of_users_get_whole_tensors(world2: World) -> None:
-    """Their backward met gradients of parts beside tensors that show the whole: it failed."""
-    world2.run(_functions)
-
-
-def _transforms() -> None:
+def transforms_of_parts_are_refused() -> None:
+    """A transform took a part for the whole tensor: norms of half of the rows, in silence; layers raised raw texts."""
     with tensor_group() as (group, _), functions_get_whole():
         layer, x = ColumnSplitLinear.of(nn.Linear(4, CLASSES), group, name="up"), torch.randn(3, 4)
         hidden, weight = layer(x), layer.weight
@@ -324,12 +281,7 @@ def _transforms() -> None:
             assert_equal(vmap(torch.sum)(whole(hidden)), whole(hidden).sum(1))
 
 
-def test_transforms_of_parts_are_refused(world2: World) -> None:
-    """A transform took a part for the whole tensor: norms of half of the rows, in silence; layers raised raw texts."""
-    world2.run(_transforms)
-
-
-def _operands() -> None:
+def whole_operands() -> None:
     """A whole weight beside a part gets the gradients of all ranks, one along the part those of each."""
     with tensor_group() as (group, _):
         values = torch.randn(4, CLASSES, generator=torch.Generator().manual_seed(3))
@@ -345,5 +297,9 @@ def _operands() -> None:
             assert_equal(other, one)
 
 
-def test_whole_operands(world2: World) -> None:
-    world2.run(_operands)
+@pytest.mark.parametrize(
+    "check",
+    [losses_of_split_logits, functions_of_users_get_whole_tensors, transforms_of_parts_are_refused, whole_operands],
+)
+def test_on_ranks(world2: World, check: Callable[[], None]) -> None:
+    world2.run(check)

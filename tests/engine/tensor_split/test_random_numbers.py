@@ -47,16 +47,13 @@ def _masks(reentrant: bool | None) -> dict[str, Any]:
         return {"inside": inside.masks, "after": after.masks, "state": torch.get_rng_state()}
 
 
-def _same(results: list[dict[str, Any]], place: str, call: int) -> bool:
-    return torch.equal(results[0][place][call], results[1][place][call])
-
-
 def test_masks_of_blocks(world2: World) -> None:
-    results = world2.run(_masks, None)
-    assert [_same(results, "after", call) for call in range(2)] == [True, True]
-    assert [_same(results, "inside", call) for call in range(2)] == [False, False]
-    assert torch.equal(results[0]["state"], results[1]["state"])
-    assert not torch.equal(results[0]["inside"][0], results[0]["inside"][1])
+    first, second = world2.run(_masks, None)
+    for call in range(2):
+        assert torch.equal(first["after"][call], second["after"][call])
+        assert not torch.equal(first["inside"][call], second["inside"][call])
+    assert torch.equal(first["state"], second["state"])
+    assert not torch.equal(*first["inside"])
 
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
@@ -64,9 +61,6 @@ def test_an_activation_checkpoint_draws_the_same_again(world2: World, reentrant:
     """The mask of the recomputation is that of the forward pass, and numbers after it go on as without one."""
     plain = world2.run(_masks, None)
     for expected, result in zip(plain, world2.run(_masks, reentrant), strict=True):
-        forward, again, second_forward, second_again = result["inside"]
-        assert torch.equal(forward, again)
-        assert torch.equal(second_forward, second_again)
-        assert torch.equal(forward, expected["inside"][0])
-        assert torch.equal(second_forward, expected["inside"][1])
+        first, second = expected["inside"]
+        assert all(map(torch.equal, result["inside"], (first, first, second, second)))
         assert torch.equal(result["state"], expected["state"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -24,7 +23,7 @@ from lightning_multigpu.engine.tensor_split.optimizer_states import state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
 from lightning_multigpu.engine.tensor_split.parts import PartLayout, SplitTensor, cut, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from tests.engine.tensor_split.shared import assert_equal, tensor_group
+from tests.engine.tensor_split.shared import counts, gradient_of, tensor_group
 from tests.world import World
 
 SHAPE = 16, 8  # a part of two ranks is square
@@ -77,62 +76,51 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _parameter() -> Parameter:
+def _parameter(group: Any = None) -> Parameter:
+    """One with a gradient, cut for the group."""
     parameter = Parameter(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)))
-    parameter.grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+    gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
+    if group is not None:
+        split = ParameterSplit.even(SHAPE[0], group.size)
+        cut(parameter, PartLayout(split, group, "up"))
+        gradient = split.part(gradient, group.rank)
+    parameter.grad = gradient
     return parameter
 
 
 def _read(read: Callable[[Any], Any], group: TensorGroup | None) -> list[Tensor]:
-    parameter = _parameter()
-    if group is not None:
-        split, gradient = ParameterSplit.even(SHAPE[0], group.size), parameter.grad
-        assert gradient is not None
-        cut(parameter, PartLayout(split, group, "up"))
-        parameter.grad = split.part(gradient, group.rank)
+    parameter = _parameter(group)
     torch.manual_seed(3)
     with nullcontext() if group is None else group.showing(parts=False), torch.no_grad():
         result = read(parameter)
         value = torch.tensor(result.tolist() if isinstance(result, Tensor) else [])
-        assert parameter.grad is not None
-        return [value, whole(parameter.detach()), whole(parameter.grad)]
+        return [value, whole(parameter.detach()), whole(gradient_of(parameter))]
 
 
-def _all_reads() -> dict[str, str]:
-    problems = {}
+def they_are_as_on_one_device() -> None:
+    """What has the shape of a part was taken for an operation on each element: sums, orders and noise were wrong.
+
+    ``set_`` moved what code had got of a gradient, and the optimizer took the old one.
+    """
     with tensor_group() as (group, _):
         for name, read in READS.items():
-            try:
-                for found, expected in zip(_read(read, group), _read(read, None), strict=True):
-                    assert_equal(found, expected)
-            except Exception as error:
-                problems[name] = str(error)
-    return problems
+            for found, expected in zip(_read(read, group), _read(read, None), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")  # type: ignore[misc]
 
 
-def _closed() -> list[str]:
-    parameter, told = _parameter(), []
+def after_the_run_a_read_of_what_other_ranks_have_is_refused() -> None:
     with tensor_group() as (group, _):
-        cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], group.size), group, "up"))
+        parameter = _parameter(group)
     group.abort()  # as another thread may
     with group.showing(parts=False):
         for read in (parameter.tolist, parameter.std, parameter.sort):
-            with pytest.raises(RuntimeError) as raised:
+            with pytest.raises(RuntimeError, match=r"needs the values of up .* the run has ended: read them before"):
                 read()
-            told.append(str(raised.value))
-    return told
-
-
-def test_after_the_run_a_read_of_what_other_ranks_have_is_refused(world2: World) -> None:
-    for told in world2.run(_closed):
-        for message in told:
-            assert re.search("needs the values of up .* the run has ended: read them before the end", message)
 
 
 def test_an_optimizer_updates_them_together_as_on_one_device() -> None:
     """On GPUs, the default: it updated them one by one, since torch did not know their class."""
-    parameter = _parameter()
-    cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], 2), mock.Mock(rank=0, size=2, shows_parts=True), "up"))
+    parameter = _parameter(mock.Mock(rank=0, size=2, shows_parts=True))
     parameter.grad = torch.ones(8, 8)
     expected, optimizer = parameter.detach().clone() - 0.5, torch.optim.SGD([parameter], lr=0.5)
     with (
@@ -149,40 +137,24 @@ def test_a_users_attribute_is_no_mark_of_a_cut() -> None:
     assert split_of(parameter) is None
 
 
-def test_they_are_as_on_one_device(world2: World) -> None:
-    """What has the shape of a part was taken for an operation on each element: sums, orders and noise were wrong.
-
-    ``set_`` moved what code had got of a gradient, and the optimizer took the old one.
-    """
-    for problems in world2.run(_all_reads):
-        assert not problems
-
-
-def _needs_no_other_rank() -> list[Any]:
+def what_a_part_tells_needs_no_other_rank() -> None:
+    """Code on rank 0 alone that looks at a type would wait for the others."""
     with tensor_group() as (group, meter):
-        parameter = _parameter()
+        parameter = Parameter(torch.ones(SHAPE))
         cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], group.size), group, "up"))
         meter.end_step()
         with group.showing(parts=False):
-            read = [parameter.grad, parameter.dtype, parameter.dim(), parameter.requires_grad, parameter.shape]
+            read = (parameter.grad, parameter.dtype, parameter.dim(), parameter.requires_grad, parameter.shape)
+            assert read == (None, torch.float64, 2, True, SHAPE)
             copied = copy.deepcopy(parameter)
-            read.append(type(copied.data) is SplitTensor and split_of(copied) is not None)
-        meter.end_step()
-        meter.flush()
-        return [*read, meter.steps[-1].operations]
-
-
-def test_what_a_part_tells_needs_no_other_rank(world2: World) -> None:
-    """Code on rank 0 alone that looks at a type would wait for the others."""
-    for *read, operations in world2.run(_needs_no_other_rank):
-        assert read == [None, torch.float64, 2, True, torch.Size(SHAPE), True]
-        assert not operations
+            assert type(copied.data) is SplitTensor
+            assert split_of(copied) is not None
+        assert not counts(meter)
 
 
 def test_a_state_is_a_dict_in_which_all_code_finds_parts() -> None:
     """Its own storage was empty: a copy, a union and what C code reads were ``{}``."""
-    parameter = _parameter()
-    cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], 2), mock.Mock(rank=0, size=2, shows_parts=False), "up"))
+    parameter = _parameter(mock.Mock(rank=0, size=2, shows_parts=False))
     own = {"average": torch.ones(8, 8), "step": torch.tensor(1.0)}
     found = state_of(parameter, own)
     found["sum"] = torch.ones(SHAPE)
@@ -195,8 +167,7 @@ def test_a_state_is_a_dict_in_which_all_code_finds_parts() -> None:
 
 def _changes_a_view() -> None:
     with tensor_group() as (group, _):
-        parameter = _parameter()
-        cut(parameter, PartLayout(ParameterSplit.even(SHAPE[0], group.size), group, "up"))
+        parameter = _parameter(group)
         with group.showing(parts=False), torch.no_grad():
             parameter[3].zero_()
             parameter.sum()
@@ -206,20 +177,27 @@ def test_a_view_that_is_changed_is_refused(world2: World) -> None:
     world2.run_raising(RuntimeError, "the result of __getitem__ is a view of a gathered copy", _changes_a_view)
 
 
-def _read_by_one_rank() -> str:
+def a_read_by_one_rank_alone_is_refused() -> None:
+    words = r"norm of values of up \(.*test_split_parameters\.py:\d+\).* the other ranks have not come to it within 0"
     with tensor_group(), mock.patch.object(tensor_group_module, "_READ_TIMEOUT_S", 0.2):
         group = TensorGroup(dist.group.WORLD, readers=dist.new_group(backend="gloo"))
         layer = ColumnSplitLinear.of(nn.Linear(SHAPE[1], SHAPE[0]), group, name="up")
-        group.shows_parts, message = False, ""
+        group.shows_parts = False
         if group.rank == 0:
-            with pytest.raises(RuntimeError) as error:
+            with pytest.raises(RuntimeError, match=words):
                 layer.weight.norm()
-            message = str(error.value)
         dist.barrier()
         group.close()
-        return message
 
 
-def test_a_read_by_one_rank_alone_is_refused(world2: World) -> None:
-    words = r"norm of values of up \(.*test_split_parameters\.py:\d+\).* the other ranks have not come to it within 0"
-    assert re.search(words, world2.run(_read_by_one_rank)[0])
+@pytest.mark.parametrize(
+    "check",
+    [
+        after_the_run_a_read_of_what_other_ranks_have_is_refused,
+        they_are_as_on_one_device,
+        what_a_part_tells_needs_no_other_rank,
+        a_read_by_one_rank_alone_is_refused,
+    ],
+)
+def test_on_ranks(world2: World, check: Callable[[], None]) -> None:
+    world2.run(check)

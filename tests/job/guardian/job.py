@@ -23,7 +23,10 @@ DEADLINE_S = 60.0
 
 
 class Job:
-    """Ranks that each run some statements. What is left is killed at the end of the ``with`` block."""
+    """Ranks that each run some statements. What is left is killed at the end of the ``with`` block.
+
+    If all ranks have ended by then, the guardian has to end too.
+    """
 
     def __init__(
         self,
@@ -56,13 +59,15 @@ class Job:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        has_ended = kind is not None or None in [rank.poll() for rank in self.ranks] or self.guardian_ends()
         for rank in self.ranks:
             rank.kill()
             rank.send_signal(signal.SIGCONT)
             rank.communicate()
         self.guardian.stop()
-        if kind is not None and is_alive(self.guardian.pid):
+        if (kind is not None or not has_ended) and is_alive(self.guardian.pid):
             os.kill(self.guardian.pid, signal.SIGKILL)
+        assert has_ended, "the guardian ends soon after the last rank"
 
     def go_on(self) -> None:
         """Ends the wait of all ranks for a line on their standard input."""
@@ -73,6 +78,12 @@ class Job:
         """Waits for all ranks; exit codes and what they have printed."""
         printed = [rank.communicate(timeout=DEADLINE_S)[0] for rank in self.ranks]
         return [rank.returncode for rank in self.ranks], printed
+
+    def ends(self, *codes: int) -> list[str]:
+        """Waits for all ranks, which have to end with these exit codes; what they have printed."""
+        found, printed = self.outcome()
+        assert found == list(codes)
+        return printed
 
     def guardian_ends(self) -> bool:
         """Whether the guardian ends, soon after the last rank."""

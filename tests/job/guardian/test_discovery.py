@@ -1,22 +1,28 @@
-"""Ranks that nobody of this pack has started find their guardian, and no other."""
+"""Ranks that nobody of this pack has started find their guardian, and no other.
+
+Strangers at its socket, such as other users of the host, end and slow down no job.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
 
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, GuardianError
 from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
-from tests.job.guardian.job import REPOSITORY, SCRIPT, WORK, eventually, is_alive, start_rank
+from tests.job.guardian.job import REPOSITORY, SCRIPT, WORK, Job, eventually, is_alive, start_rank
 
+pytestmark = pytest.mark.launch
 JOB: dict[str, Any] = {"node_rank": 0, "attempt": 0, "variables": {}}
 
 
@@ -33,44 +39,27 @@ def guardian(address: str) -> Iterator[Guardian]:
     assert eventually(lambda: not is_alive(started.pid))
 
 
-class TestAddress:
-    def test_is_the_same_for_ranks_of_a_host(self) -> None:
-        assert address_of_job("a", 1, **JOB) == address_of_job("a", 1, **JOB)
-
-    @pytest.mark.parametrize(
-        "other",
-        [
-            {"main_port": 2},
-            {"main_address": "b"},
-            {"node_rank": 1},
-            {"attempt": 1},
-            {"variables": {"TORCHELASTIC_RESTART_COUNT": "1"}},
-            {"variables": {"SLURM_JOB_ID": "4711"}},
-        ],
-    )
-    def test_differs_for_another_job_host_or_start(self, other: dict[str, Any]) -> None:
-        first = {"main_address": "a", "main_port": 1, **JOB}
-        assert address_of_job(**first) != address_of_job(**{**first, **other})
+def test_ranks_of_a_host_have_one_address_and_other_jobs_hosts_and_starts_another() -> None:
+    first = {"main_address": "a", "main_port": 1, **JOB}
+    others: list[dict[str, Any]] = [
+        {"main_port": 2}, {"main_address": "b"}, {"node_rank": 1}, {"attempt": 1},
+        {"variables": {"TORCHELASTIC_RESTART_COUNT": "1"}}, {"variables": {"SLURM_JOB_ID": "4711"}},
+    ]  # fmt: skip
+    assert len({address_of_job(**{**first, **other}) for other in ({}, {}, *others)}) == 1 + len(others)
 
 
 def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
-    found: list[GuardianClient] = []
-
-    def come() -> None:
-        found.append(GuardianClient(address, rank=0, on_failure=lambda failure: None, start_timeout_s=30))
-
-    thread = threading.Thread(target=come)
-    thread.start()
-    time.sleep(0.3)
-    started = Guardian.start(address=address, num_ranks=1, failure_timeout_s=3)
-    thread.join(30)
-    found[0].leave()
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(GuardianClient, address, rank=0, on_failure=print, start_timeout_s=30)
+        time.sleep(0.3)
+        started = Guardian.start(address=address, num_ranks=1, failure_timeout_s=3)
+        coming.result(30).leave()
     started.stop()
 
 
 def test_no_guardian_comes(address: str) -> None:
     with pytest.raises(GuardianError, match=r"rank 1 has found no guardian .* within 0.2 s: .*LOCAL_RANK=0"):
-        GuardianClient(address, rank=1, on_failure=lambda failure: None, start_timeout_s=0.2)
+        GuardianClient(address, rank=1, on_failure=print, start_timeout_s=0.2)
 
 
 def test_a_living_process_has_started_it_already(guardian: Guardian, address: str) -> None:
@@ -90,7 +79,7 @@ def test_two_processes_claim_one_rank_while_another_is_missing(guardian: Guardia
 
 
 def test_a_rank_that_comes_after_the_failure_is_told(guardian: Guardian, address: str) -> None:
-    client = GuardianClient(address, rank=0, on_failure=lambda failure: None)
+    client = GuardianClient(address, rank=0, on_failure=print)
     client.failed(Failure("raised ValueError: no such file", 0))
     client.leave()
     time.sleep(0.5)
@@ -104,7 +93,7 @@ def test_what_listens_there_is_no_guardian(address: str) -> None:
         listener.bind("\0" + address)
         listener.listen()
         with pytest.raises(GuardianError, match="does not answer rank 0 in time"):
-            GuardianClient(address, rank=0, on_failure=lambda failure: None, timeout_s=0.3)
+            GuardianClient(address, rank=0, on_failure=print, timeout_s=0.3)
 
 
 NOBODY = 65534
@@ -121,7 +110,7 @@ def test_a_guardian_of_another_user_is_none(address: str) -> None:
         finally:
             os.seteuid(0)
         with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*not the guardian of rank 1"):
-            GuardianClient(address, rank=1, on_failure=lambda failure: None, start_timeout_s=0.2)
+            GuardianClient(address, rank=1, on_failure=print, start_timeout_s=0.2)
         with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*choose another MASTER_PORT"):
             Guardian.start(address=address, num_ranks=2, failure_timeout_s=3)
 
@@ -135,3 +124,50 @@ def test_another_container_with_the_same_network_and_user_is_refused(guardian: G
         timeout=60, check=False,
     )  # fmt: skip
     assert "the guardian's address belongs to a process of another container (PID namespace)" in ran.stderr
+
+
+@as_other_user
+def test_another_user_is_refused_at_once() -> None:
+    with Job("sys.stdin.readline(); client.leave()") as job, socket.socket(socket.AF_UNIX) as sock:
+        os.seteuid(NOBODY)  # the kernel shows the user at the time of the connection
+        try:
+            sock.connect("\0" + job.guardian.address)
+        finally:
+            os.seteuid(0)
+        sock.settimeout(20)
+        assert "it is a process of user 65534, and not of user 0" in sock.recv(1000).decode()
+        assert sock.recv(1000) == b"", "closed"
+        job.go_on()
+        job.ends(0)
+
+
+@pytest.mark.parametrize("start_timeout_s", [0.0, 0.1], ids=["of a guardian", "of a job"])
+def test_a_program_that_takes_no_connections_at_the_guardians_address(start_timeout_s: float) -> None:
+    """The rank "found no guardian", or its first rank "had not come"."""
+    with ExitStack() as stack:
+        squatter = stack.enter_context(socket.socket(socket.AF_UNIX))
+        squatter.bind(f"\0squatter-{os.getpid()}")
+        squatter.listen(0)
+        address = squatter.getsockname()[1:].decode()
+        stack.enter_context(socket.socket(socket.AF_UNIX)).connect("\0" + address)
+        with pytest.raises(GuardianError, match=f"takes no connection of rank 1: its queue is full.*grep {address}"):
+            GuardianClient(address, rank=1, on_failure=print, timeout_s=0.1, start_timeout_s=start_timeout_s)
+
+
+def test_a_rank_that_comes_behind_a_crowd_waits_in_line() -> None:
+    """So many connections at once that the kernel takes no more: the rank was told that its guardian had ended."""
+    guardian = Guardian.start(num_ranks=1, failure_timeout_s=60)
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        stack.callback(guardian.stop)
+        os.kill(guardian.pid, signal.SIGSTOP)  # all that happens meanwhile comes to it in one round of its loop
+        try:
+            with suppress(BlockingIOError):
+                while True:
+                    sock = stack.enter_context(socket.socket(socket.AF_UNIX))
+                    sock.setblocking(False)
+                    sock.connect("\0" + guardian.address)
+            coming = pool.submit(GuardianClient, guardian.address, rank=0, on_failure=print)
+            time.sleep(0.3)
+        finally:
+            os.kill(guardian.pid, signal.SIGCONT)
+        coming.result(60).leave()

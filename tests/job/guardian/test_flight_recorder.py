@@ -6,6 +6,8 @@ import threading
 import time
 from typing import Any
 
+import pytest
+
 from lightning_multigpu.job.guardian.hang.flight_recorder import (
     AWAITED,
     BROKEN,
@@ -22,8 +24,7 @@ from lightning_multigpu.job.guardian.hang.flight_recorder import (
 
 
 def began(flight_recorder: FlightRecorder, operation: str = "all_reduce", group: str = "data", **fields: Any) -> Any:
-    options = {"ranks": "0-1", **fields}
-    return flight_recorder.began(operation, group=group, **options)
+    return flight_recorder.began(operation, group=group, **{"ranks": "0-1", **fields})
 
 
 def only(memory: bytearray, slot: int = 0) -> Entry:
@@ -31,9 +32,17 @@ def only(memory: bytearray, slot: int = 0) -> Entry:
     return entry
 
 
-def test_a_collective_from_its_beginning_to_its_end() -> None:
-    memory = bytearray(PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
+@pytest.fixture
+def memory() -> bytearray:
+    return bytearray(3 * PAGE_BYTES)
+
+
+@pytest.fixture
+def flight_recorder(memory: bytearray) -> FlightRecorder:
+    return FlightRecorder(memory, 0)
+
+
+def test_a_collective_from_its_beginning_to_its_end(memory: bytearray, flight_recorder: FlightRecorder) -> None:
     assert read_entries(memory, 0) == []
     before_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     note = began(flight_recorder)
@@ -43,13 +52,13 @@ def test_a_collective_from_its_beginning_to_its_end() -> None:
     assert before_s <= entry.since_s <= time.clock_gettime(time.CLOCK_BOOTTIME)
     note.ended()
     assert only(memory)._replace(since_s=0) == entry._replace(state=ENDED, since_s=0)
-    began(flight_recorder, "broadcast")
-    assert only(memory).name == "broadcast #2 of group data"
+    began(flight_recorder, "broadcast").broke()
+    assert (only(memory).name, only(memory).state) == ("broadcast #2 of group data", BROKEN)
+    began(flight_recorder).ended()
+    assert (only(memory).state, only(memory).number) == (ENDED, 3)
 
 
-def test_numbers_are_those_of_a_group_and_its_members() -> None:
-    memory = bytearray(PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
+def test_numbers_are_those_of_a_group_and_its_members(memory: bytearray, flight_recorder: FlightRecorder) -> None:
     for group, ranks in (("data", "0-1"), ("world", "0-3"), ("data", "0-1"), ("data", "0-2:2")):
         began(flight_recorder, group=group, ranks=ranks).ended()
     entries = read_entries(memory, 0)
@@ -58,10 +67,8 @@ def test_numbers_are_those_of_a_group_and_its_members() -> None:
     ]  # fmt: skip
 
 
-def test_the_oldest_that_has_not_ended_is_shown() -> None:
+def test_the_oldest_that_has_not_ended_is_shown(memory: bytearray, flight_recorder: FlightRecorder) -> None:
     """A second report of an end, by the thread that watches the device, counts for nothing."""
-    memory = bytearray(PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
     notes = [began(flight_recorder) for _ in range(3)]
     assert (only(memory).number, only(memory).begun) == (1, 3)
     for number, note in enumerate(notes, 2):
@@ -71,9 +78,10 @@ def test_the_oldest_that_has_not_ended_is_shown() -> None:
         assert (only(memory).number, only(memory).state) == ((number, AWAITED) if number < 4 else (3, ENDED))
 
 
-def test_what_nobody_waits_for_is_under_way_until_somebody_does() -> None:
-    memory = bytearray(PAGE_BYTES)
-    note = began(FlightRecorder(memory, 0), awaited=False)
+def test_what_nobody_waits_for_is_under_way_until_somebody_does(
+    memory: bytearray, flight_recorder: FlightRecorder
+) -> None:
+    note = began(flight_recorder, awaited=False)
     begun_s = only(memory).since_s
     assert only(memory).state == UNDER_WAY
     time.sleep(0.01)
@@ -84,18 +92,7 @@ def test_what_nobody_waits_for_is_under_way_until_somebody_does() -> None:
     assert only(memory).since_s > begun_s, "the wait counts from here"
 
 
-def test_an_error_stays_readable_until_the_next() -> None:
-    memory = bytearray(PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
-    began(flight_recorder).broke()
-    assert (only(memory).state, only(memory).number) == (BROKEN, 1)
-    began(flight_recorder).ended()
-    assert (only(memory).state, only(memory).number) == (ENDED, 2)
-
-
-def test_the_main_threads_line_is_no_progress() -> None:
-    memory = bytearray(PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
+def test_the_main_threads_line_is_no_progress(memory: bytearray, flight_recorder: FlightRecorder) -> None:
     before = progress(memory, 0)
     thread = threading.Thread(target=flight_recorder.answer, args=(3,))
     thread.start()
@@ -109,8 +106,7 @@ def test_the_main_threads_line_is_no_progress() -> None:
     assert progress(memory, 0) != before
 
 
-def test_ranks_have_pages_of_their_own() -> None:
-    memory = bytearray(3 * PAGE_BYTES)
+def test_ranks_have_pages_of_their_own(memory: bytearray) -> None:
     for slot in range(3):
         flight_recorder = FlightRecorder(memory, slot)
         flight_recorder.completed(100 + slot)
@@ -119,20 +115,16 @@ def test_ranks_have_pages_of_their_own() -> None:
     assert [only(memory, slot).operation for slot in range(3)] == ["op0", "op1", "op2"]
 
 
-def test_more_groups_than_rows_and_names_that_are_too_long() -> None:
-    memory = bytearray(2 * PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
+def test_more_groups_than_rows_and_names_that_are_too_long(memory: bytearray, flight_recorder: FlightRecorder) -> None:
     notes = [began(flight_recorder, "o" * 99, f"{index}" + "g" * 99, ranks="0," * 99) for index in range(100)]
     entries = read_entries(memory, 0)
     assert len(entries) == len([note for note in notes if note is not None]) >= 8
     assert set(entries[0].operation) == {"o"}
     assert entries[0].ranks == "", "half a list of members would be a wrong one"
-    assert memory[PAGE_BYTES:] == bytearray(PAGE_BYTES)
+    assert not any(memory[PAGE_BYTES:])
 
 
-def test_nothing_is_written_after_leaving() -> None:
-    memory = bytearray(PAGE_BYTES)
-    flight_recorder = FlightRecorder(memory, 0)
+def test_nothing_is_written_after_leaving(memory: bytearray, flight_recorder: FlightRecorder) -> None:
     note = began(flight_recorder)
     flight_recorder.detach()
     before = bytes(memory)
@@ -142,9 +134,8 @@ def test_nothing_is_written_after_leaving() -> None:
     assert bytes(memory) == before
 
 
-def test_a_row_whose_editions_differ_is_left_out() -> None:
+def test_a_row_whose_editions_differ_is_left_out(memory: bytearray, flight_recorder: FlightRecorder) -> None:
     """A rank was stopped in the middle of a store."""
-    memory = bytearray(PAGE_BYTES)
-    began(FlightRecorder(memory, 0))
+    began(flight_recorder)
     memory[256] ^= 1
     assert read_entries(memory, 0) == []

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lightning_multigpu.job.guardian.frames import Frame
-from lightning_multigpu.job.guardian.hang import flight_recorder, hang_watch
+from lightning_multigpu.job.guardian.hang import hang_watch
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.proc import RUNNING, STOPPED
@@ -48,33 +45,6 @@ class Terminal:
         return eventually(found)
 
 
-def test_one_report_and_one_line_at_the_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    terminal, go = Terminal(capfd), tmp_path / "go"
-    other = UNTIL.format(file=str(go)) + "time.sleep(1); " + LEAVE
-    with Job(waits_in("all_reduce", go) + "time.sleep(1); " + LEAVE, other, hang_report_s=LIMIT_S) as job:
-        assert terminal.shows("Rank 1 never came to all_reduce #1 of group data.")
-        time.sleep(1.5 * LIMIT_S)
-        go.touch()
-        assert terminal.shows(END)
-        assert job.outcome()[0] == [0, 0]
-        assert job.guardian_ends()
-    text = terminal.text
-    assert text.count("No progress for") == 1, text
-    one, two = (rf"  {rank} +{os.uname().nodename} +{job.ranks[rank].pid} +0 +" for rank in (0, 1))
-    assert re.search(rf"{two}- +\S+:\d+ in <module>\n{one}all_reduce #1 of group data for \d s +\S+:\d+ in", text)
-    assert re.search(r"has ended after \d s, and the run goes on", text)
-
-
-def test_a_rank_under_way_or_at_work_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
-    """One has an announcement under way that nobody waits for, the other computes."""
-    under_way = "client.flight_recorder.began('all_gather', group='data', ranks='', awaited=False); "
-    busy = "end = time.time() + 3.5; exec('while time.time() < end: pass'); "
-    with Job(under_way + "time.sleep(3.5); " + LEAVE, busy + LEAVE, hang_report_s=LIMIT_S) as job:
-        assert job.outcome()[0] == [0, 0]
-        assert job.guardian_ends()
-    assert capfd.readouterr().err == ""
-
-
 def test_ranks_of_two_hosts_in_one_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     terminal, go = Terminal(capfd), tmp_path / "go"
     work = UNTIL.format(file=str(go)) + "time.sleep(1); " + LEAVE
@@ -83,8 +53,7 @@ def test_ranks_of_two_hosts_in_one_report(tmp_path: Path, capfd: pytest.CaptureF
         go.touch()
         assert terminal.shows(END)
         for job in (one, two):
-            assert job.outcome()[0] == [0]
-            assert job.guardian_ends()
+            job.ends(0)
     assert terminal.text.count("No progress for") == 1, "on node 0 only"
     assert str(two.ranks[0].pid) in terminal.text
 
@@ -103,7 +72,7 @@ class Watched:
     def __init__(self, limit_s: float = 10.0) -> None:
         memory = bytearray(2 * PAGE_BYTES)
         self.now_s, self.state, self.answers = 0.0, RUNNING, True
-        self.ranks = [FlightRecorder(memory, slot) for slot in range(2)]
+        self.ranks: list[Any] = [FlightRecorder(memory, slot) for slot in range(2)]
         process = SimpleNamespace(pid=7, state=lambda: self.state)
         known: Any = Known(
             SimpleNamespace(rank=rank, slot=rank, process=process, finished=False, lost_since_s=None)
@@ -142,12 +111,18 @@ def test_when_a_report_is_made_again(capfd: pytest.CaptureFixture[str]) -> None:
     notes.append(watched.ranks[1].began("recv", group="pipeline", ranks="0-1"))
     watched.until(40)
     assert headings(capfd) == []
-    assert notes[0] is not None
     notes[0].ended()
     watched.until(44)
     ended, again = headings(capfd)
     assert ended.startswith("The wait that was reported has ended after ")
     assert again.startswith("No progress for 2"), "the other wait"
+
+
+def test_an_announcement_that_nobody_waits_for_is_no_hang(capfd: pytest.CaptureFixture[str]) -> None:
+    watched = Watched()
+    watched.ranks[0].began("all_gather", group="data", ranks="", awaited=False)
+    watched.until(40)
+    assert headings(capfd) == []
 
 
 def test_two_looks_show_ranks_in_different_collectives(capfd: pytest.CaptureFixture[str]) -> None:
@@ -157,27 +132,13 @@ def test_two_looks_show_ranks_in_different_collectives(capfd: pytest.CaptureFixt
     watched.ranks[1].began("barrier", group="world", ranks="0-1")
     assert watched.until(12) is None
     assert headings(capfd) == [], "no report before the second look"
-    assert note is not None
     note.ended()
     watched.ranks[0].began("all_reduce", group="data", ranks="0-1")
     assert watched.until(13) is None
-    found = watched.until(40)
-    assert found is not None
+    found = watched.until(40) or ""
     assert found.startswith(f"{text}all_reduce #2 of group data (")
     assert ", rank 1 barrier #1 of group world (" in found
     assert "The run ends" in capfd.readouterr().err
-
-
-def test_a_collective_that_nobody_has_noted_is_found_in_the_stack(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    stack = [Frame("/x/torch/distributed/distributed_c10d.py", 1, "all_reduce"), Frame("train.py", 7, "step")]
-    monkeypatch.setattr(flight_recorder, "stack_of", lambda frame: stack)
-    watched = Watched()
-    watched.until(15)
-    text = capfd.readouterr().err
-    assert "No rank is known to be missing in all_reduce" in text, "both are in it"
-    assert text.count("train.py:7 in step") == 2
 
 
 @pytest.mark.parametrize("paused", [RUNNING, STOPPED], ids=["with the guardian", "without it"])
@@ -236,7 +197,6 @@ def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pyt
     broken = NOTE.format(operation="broadcast") + "note.broke(); "
     with Job(NOTE.format(operation="all_reduce") + told, broken + told, "time.sleep(1); os._exit(3)", WORK) as job:
         job.outcome()
-        assert job.guardian_ends()
     lines = capfd.readouterr().err.splitlines()
     patterns = [
         r"Meanwhile rank 0 waited in all_reduce #1 of group data for \d\.\d s, \S+:\d+ in <module>",
@@ -255,19 +215,14 @@ def test_a_failing_rank_lets_a_guardian_that_takes_its_time_look(capfd: pytest.C
     fails = "client.failed(Failure('raised', 1)); print('seen', flush=True); os._exit(1)"
     with Job(NOTE.format(operation="all_reduce") + WORK, stops + goes_on + fails, failure_timeout_s=20) as job:
         assert job.outcome()[1][-1] == "seen\n"
-        assert job.guardian_ends()
     assert "Meanwhile rank 0 waited" in capfd.readouterr().err
 
 
-def test_another_host_says_what_its_ranks_waited_in(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_another_host_says_what_its_ranks_waited_in(capfd: pytest.CaptureFixture[str]) -> None:
     waits = NOTE.format(operation="all_reduce") + "told.wait(60) and time.sleep(1); sys.exit(1)"
     with two_hosts("time.sleep(1); os._exit(3)", waits) as (one, two):
-        assert one.outcome()[0] == [3]
-        assert two.outcome()[0] == [1]
-        assert two.guardian_ends()
-        assert one.guardian_ends()
+        one.ends(3)
+        two.ends(1)
     lines = capfd.readouterr().err.splitlines()
     assert any(line.startswith("Meanwhile rank 1 waited in all_reduce #1 of group data") for line in lines), lines
     assert sum(line.startswith("The job failed: rank 0") for line in lines) == 2, "a line of each host"

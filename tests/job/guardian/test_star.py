@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ class Node:
         self.node_rank = node_rank
         self.readers: dict[socket.socket, Callable[[], None]] = {}
         self.found: list[str] = []
-        self.met = 0
+        self.met: list[int] = []
         self.hosts = Hosts(
             silence_s=SILENCE_S,
             watch=self.readers.__setitem__,
@@ -56,11 +57,8 @@ class Network:
             self.join(node)
 
     def join(self, node: Node, secret: str = SECRET) -> None:
-        def on_met() -> None:
-            node.met += 1
-
-        sock = socket.create_connection(self.listener.getsockname())
-        node.hosts.join(sock, node_rank=node.node_rank, secret=secret, now_s=self.now_s, on_met=on_met)
+        sock, node_rank = socket.create_connection(self.listener.getsockname()), node.node_rank
+        node.hosts.join(sock, node_rank=node_rank, secret=secret, now_s=self.now_s, on_met=lambda: node.met.append(1))
         self.deliver()
 
     def deliver(self) -> None:
@@ -91,17 +89,14 @@ class Network:
         for node, peer in ((one, other), (other, one)):
             del self.nodes[node].readers[self.nodes[node].connection_to(peer).socket]
 
-    def __enter__(self) -> Network:
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         for node in self.nodes:
             node.hosts.close()
 
 
 @pytest.fixture
 def three() -> Iterator[Network]:
-    with Network(3) as network:
+    with closing(Network(3)) as network:
         yield network
 
 
@@ -112,7 +107,7 @@ def name(node_rank: int) -> str:
 def test_all_know_node_0_and_nobody_listens_any_more(three: Network) -> None:
     """A listener that stayed open all run was there for strangers only."""
     assert [node.neighbours() for node in three.nodes] == [[1, 2], [0], [0]]
-    assert [node.met for node in three.nodes] == [0, 1, 1]
+    assert [node.met for node in three.nodes] == [[], [1], [1]]
     assert three.listener.fileno() == -1
     three.go_on(60)
     assert [node.found for node in three.nodes] == [[], [], []]
@@ -141,8 +136,7 @@ def test_a_failure_and_its_age_reach_all(three: Network) -> None:
     three.nodes[2].hosts.send_failure(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
     three.deliver()
     for node in three.nodes[:2]:
-        found = node.hosts.observe(three.now_s)
-        assert found is not None
+        found: Any = node.hosts.observe(three.now_s)
         assert found.failure.describe() == "rank 5 (host h) was ended by SIGKILL"
         assert found.since_s == pytest.approx(three.now_s - 2)
         node.hosts.send_failure(found.failure, found.since_s)  # node 0 passes it on
@@ -180,19 +174,19 @@ def test_a_guardian_that_ends_is_named(three: Network) -> None:
 )
 def test_one_that_does_not_belong_to_the_job_is_refused(node_rank: int, secret: str, why: str) -> None:
     """One that knew the secret came as node 99 of 2, and was believed."""
-    with Network(2, expected=3) as network:
+    with closing(Network(2, expected=3)) as network:
         network.nodes.append(stranger := Node(node_rank))
         network.join(stranger, secret=secret)
         network.go_on(0.5)
         (found,) = stranger.found
         assert found.startswith(f"the guardian of node 0 has refused that of {name(node_rank)}: {why}")
-        assert stranger.met == 0
+        assert not stranger.met
         assert network.nodes[0].neighbours() == [1]
         assert network.nodes[0].found == [], "a stranger is nobody's loss"
 
 
 def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
-    with Network(2, expected=3) as network:
+    with closing(Network(2, expected=3)) as network:
         address = network.listener.getsockname()
         with socket.create_connection(address) as loud, socket.create_connection(address) as silent:
             network.deliver()
@@ -212,7 +206,7 @@ def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
 def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who does not introduce itself makes room for others, the oldest first."""
     monkeypatch.setattr(hosts_module, "_MAX_STRANGERS", 4)
-    with Network(1, expected=2) as network, contextlib.ExitStack() as crowd:
+    with closing(Network(1, expected=2)) as network, ExitStack() as crowd:
         node = Node(1)
         for _ in range(20):
             crowd.enter_context(socket.create_connection(network.listener.getsockname()))
@@ -229,7 +223,7 @@ def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch)
 def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unread() -> None:
     """A socket that is closed with something unread drops what it has not sent yet. So a second Ctrl-C did not reach
     the other hosts now and then, and their ranks went on until they were killed."""
-    with Network(2) as network:
+    with closing(Network(2)) as network:
         first, second = network.nodes
         link = second.connection_to(0).socket
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)  # sends 0.2 s later

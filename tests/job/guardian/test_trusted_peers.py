@@ -16,9 +16,8 @@ import pytest
 
 from lightning_multigpu.job.guardian import proc
 from lightning_multigpu.job.guardian.blocking import append, done_within, print_text
-from lightning_multigpu.job.guardian.failure import Failure
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.protocol import Connection, encode
+from lightning_multigpu.job.guardian.protocol import Connection
 from lightning_multigpu.job.guardian.watchdog import Watchdog
 from tests.job.guardian.job import eventually
 
@@ -61,17 +60,6 @@ def guarded() -> Iterator[Guarded]:
     guarded.end()
 
 
-def test_a_failure_and_many_long_waits_fit_into_a_message(guarded: Guarded) -> None:
-    """A name, or the lines of many ranks, made the message too long, and nobody was told of the failure."""
-    failure = Failure(
-        "x" * 9_000, host="é" * 60_000, error_type="y" * 60_000, message="x" * 9_000, traceback="é" * 64_000
-    )
-    encode("failure", failure=failure.to_message())
-    encode("waited", lines=["é" * 200] * 64)  # the limits of HangWatch.last_waits
-    guarded.watchdog._fail(failure, 0.0)
-    assert guarded.watchdog._shutdown is not None
-
-
 def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a free descriptor, the word of the process that had started a rank ended the guardian."""
 
@@ -90,23 +78,17 @@ def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, m
 
 
 def test_a_rank_that_is_started_when_another_has_its_place_ends_the_job_and_not_the_guardian(guarded: Guarded) -> None:
-    client = _introduced(guarded, 7)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect("\0" + guarded.address)
+    client = Connection(sock)
+    client.send("hello", rank=7)
+    assert eventually(lambda: guarded.watchdog.turn() or guarded.watchdog._connections)
     Connection(guarded.owner).send("started", rank=0, pid=os.getpid())
     guarded.watchdog.turn()
     assert guarded.watchdog._shutdown is not None
     assert "rank 0" in (what := guarded.watchdog._shutdown.failure.what)
     assert "one too many" in what
     client.close()
-
-
-def _introduced(guarded: Guarded, rank: int) -> Connection:
-    """The connection of this process, as ``rank``."""
-    sock = socket.socket(socket.AF_UNIX)
-    sock.connect("\0" + guarded.address)
-    connection = Connection(sock)
-    connection.send("hello", rank=rank)
-    assert eventually(lambda: guarded.watchdog.turn() or guarded.watchdog._connections)
-    return connection
 
 
 def test_a_thread_that_cannot_be_started_ends_no_guardian(

@@ -1,19 +1,16 @@
-"""What tests of pipelines share: fits of a module, what they give, and training by hand in micro-batches."""
+"""What tests of pipelines share: fits of a module, and what they give."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import pytest
-import torch
-from torch import Tensor, nn
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.engine.micro_batches import num_micro_batches_of, split_batch
-from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from tests.strategies.tasks import Case, assert_same_weights, make_trainer, state, train_loader
+from tests.world import World
 
 ONE_EPOCH = Case(max_epochs=1)
 
@@ -35,6 +32,14 @@ def fitted(
     return {"weights": state(module), "steps": trainer.global_step, "noted": getattr(module, "noted", None)}
 
 
+def assert_fits_alike(world: World, make: Callable[[], L.LightningModule], **options: Any) -> None:
+    """:func:`fitted` on the ranks of the world gives the weights of one device."""
+    shared = {name: value for name, value in options.items() if name in ("case", "callbacks", "collate_fn")}
+    reference = fitted(make, 1, **shared)
+    for result in world.run(fitted, make, world.num_ranks, **options):
+        assert_same_weights(result, reference)
+
+
 def outcome(module: Any, trainer: L.Trainer) -> dict[str, Any]:
     """The weights, the ``losses`` that a module has noted, and the logged values."""
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -51,19 +56,3 @@ def assert_same_outcomes(results: list[Any], reference: Any, *, draws_in_validat
             drawn = draws_in_validation and name.startswith("val")
             expected = results[0]["metrics"][name] if drawn else pytest.approx(value, rel=1e-6)
             assert result["metrics"][name] == expected, name
-
-
-def loss_by_hand(module: Any, batch: dict[str, Tensor], batch_idx: int, layers: Iterable[nn.Module], seed: int) -> Any:
-    """The loss of a batch on one device, in four micro-batches with the random numbers that they have in a pipeline."""
-    loss = torch.zeros(())
-    for micro_batch, part in enumerate(split_batch(batch, num_micro_batches_of(batch, 4))):
-        place = (seed_of(seed, 0), 0, module.current_epoch, batch_idx, micro_batch)
-        handles = [
-            layer.register_forward_pre_hook(lambda *_, i=i, p=place: set_random_state(seed_of(*p, i), module.device))
-            for i, layer in enumerate(layers, start=1)
-        ]
-        set_random_state(seed_of(*place, 0), module.device)
-        loss = loss + module.loss(part) * len(part["tokens"]) / len(batch["tokens"])
-        for handle in handles:
-            handle.remove()
-    return loss

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
+from lightning_multigpu.strategies.pipeline.first_batch import proof
 from lightning_multigpu.strategies.pipeline.first_batch.proof import WholeCopy
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from tests.strategies.pipeline.fitted import fitted
@@ -114,16 +115,17 @@ def test_the_checks_of_a_batch_leave_no_trace(schedule: str, world2: World) -> N
     assert checked[0]["modes"] == {True}
 
 
-def weigh() -> tuple[int, int]:
+def weigh(lack: str) -> tuple[int, int]:
     """Copies that a proof has made, and the bytes of their parameters when training has ended."""
     copies: list[WholeCopy] = []
-    own = WholeCopy.backward
+    own = WholeCopy.run
 
-    def noted(self: WholeCopy, *args: Any) -> None:
+    def noted(self: WholeCopy, *args: Any) -> Any:
         copies.append(self)
-        own(self, *args)
+        return own(self, *args)
 
-    with mock.patch.object(WholeCopy, "backward", noted):
+    lacks = mock.patch.object(proof, "lack_of_memory", return_value=lack)
+    with lacks, mock.patch.object(WholeCopy, "run", noted):
         fitted(Classifier)
     held = [tensor for each in copies for tensor in (*each.parameters.values(), *each.module.buffers())]
     return len(set(copies)), sum(tensor.untyped_storage().nbytes() for tensor in held)
@@ -131,7 +133,9 @@ def weigh() -> tuple[int, int]:
 
 def test_the_copy_of_a_proof_is_freed_at_once(world2: World) -> None:
     """Cycles kept it until Python's garbage collector ran: on a GPU, a whole model beside a stage, for many steps."""
-    assert sorted(world2.run(weigh)) == [(0, 0), (1, 0)]
+    assert sorted(world2.run(weigh, "")) == [(0, 0), (1, 0)]
+    assert world2.run(weigh, "a copy would take 2 GB of 1 GB") == [(0, 0), (0, 0)]
+    assert "those of one device is not proved: a copy would take 2 GB of 1 GB." in world2.output(0)
 
 
 class Reentrant(Classifier):

@@ -55,14 +55,11 @@ class Wide(L.LightningModule):
         return self.tokens(tokens)  # type: ignore[no-any-return]
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.behind(self.through(self.embedded(tokens), torch.zeros(())))
+        return self.through(self.embedded(tokens), torch.zeros(()))
 
     def through(self, x: Tensor, bias: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x, bias)
-        return x
-
-    def behind(self, x: Tensor) -> Tensor:
         return self.head(x)  # type: ignore[no-any-return]
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
@@ -102,19 +99,15 @@ class SparseTied(Tied):
 class Reversed(Wide):
     """Registers its parts in another order than it uses them: by what it registers it would be split evenly."""
 
-    num_tokens = VOCABULARY + 14
-
     def build(self) -> None:
         torch.manual_seed(6)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.layers = nn.ModuleList(Layer() for _ in range(4))
-        self.tokens = nn.Embedding(self.num_tokens, WIDTH)
+        self.tokens = nn.Embedding(VOCABULARY + 14, WIDTH)
 
 
-class Mixed(Reversed):
+class Mixed(Wide):
     """Has a tied head as well, and every layer adds what is computed before the layers."""
-
-    num_tokens = VOCABULARY
 
     def build(self) -> None:
         super().build()
@@ -122,7 +115,7 @@ class Mixed(Reversed):
         self.head.weight = self.tokens.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.behind(self.through(self.embedded(tokens), self.bias(torch.arange(LENGTH))))
+        return self.through(self.embedded(tokens), self.bias(torch.arange(LENGTH)))
 
 
 class EmbeddingLoss(Wide):
@@ -130,7 +123,7 @@ class EmbeddingLoss(Wide):
 
     def forward(self, tokens: Tensor) -> Tensor:
         self.term = self.embedded(tokens)
-        return self.behind(self.through(self.term, torch.zeros(())))
+        return self.through(self.term, torch.zeros(()))
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
         return super().loss(batch) + self.term.square().mean()
@@ -160,15 +153,7 @@ class Noisy(Wide):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = nn.functional.dropout(self.embedded(tokens), 0.5, self.training)
-        return self.behind(self.through(x, torch.rand(WIDTH)))
-
-
-class Logging(Wide):
-    """Logs, and keeps, what it computes before the layers."""
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.log("size", self.embedded(batch["tokens"]).square().mean())
-        return self.loss(batch)
+        return self.through(x, torch.rand(WIDTH))
 
 
 class Apart(Wide):
@@ -228,7 +213,7 @@ TOKENS, HEAD, BIAS = "tokens.weight", "head.weight", "bias.weight"
 NORM = ("norm.weight", "norm.bias")
 ON_FOUR: dict[type[Wide], list[set[str]]] = {  # by position
     Wide: [{TOKENS}, set(), set(), {HEAD}],
-    Mixed: [{HEAD, BIAS}, {BIAS}, {BIAS}, {HEAD, BIAS}],  # the tied weight, by its first name
+    Mixed: [{TOKENS, BIAS}, {BIAS}, {BIAS}, {TOKENS, BIAS}],  # the tied weight, by its first name
 }
 
 
@@ -243,11 +228,6 @@ def test_each_stage_has_what_it_uses(world4: World) -> None:
         of_ranks = [result[kind] for result in results]
         assert [outside(result)[-1] for result in reversed(of_ranks)] == expected, cls
         assert_same_outcomes(of_ranks, one_device(cls))
-
-
-def test_two_stages_a_rank(world2: World) -> None:
-    (last,), (first,) = world2.run(pipelined, [Mixed], 2, schedule="interleaved")
-    assert_same_outcomes([last, first], one_device(Mixed))
 
 
 def test_pipelines_side_by_side_move_alike(world4: World) -> None:
@@ -268,11 +248,12 @@ def test_pipelines_side_by_side_move_alike(world4: World) -> None:
         (Reversed, {TOKENS}, {HEAD}, {}),
         (Branching, {TOKENS}, {TOKENS, HEAD}, {}),
         (EmbeddingLoss, {TOKENS}, {TOKENS, HEAD}, {}),
-        (Logging, {TOKENS}, {TOKENS, HEAD}, {}),
         (Apart, {TOKENS}, {TOKENS, HEAD}, {}),
+        (Metric, {TOKENS, HEAD}, {TOKENS, HEAD}, {}),
         (Noisy, {TOKENS}, {TOKENS, HEAD}, {}),  # a placeholder draws no random numbers
         (Normed, {TOKENS, *NORM}, {HEAD}, {"num_micro_batches": 1}),
         (Wide, {TOKENS}, {TOKENS, HEAD}, {"replicated": ["tokens"]}),
+        (Mixed, {TOKENS, BIAS}, {TOKENS, BIAS}, {"schedule": "interleaved"}),
     ],
 )
 def test_values_that_a_stage_needs_are_there(
@@ -280,18 +261,13 @@ def test_values_that_a_stage_needs_are_there(
 ) -> None:
     (last,), (first,) = world2.run(pipelined, [cls], 2, **options)
     assert (outside(first)[-1], outside(last)[-1]) == (of_first, of_last)
+    if cls is Metric:
+        assert (outside(first)[0], outside(last)[0]) == ({TOKENS}, {HEAD}), "before validation"
     if cls is not Noisy:
         assert_same_outcomes([last, first], one_device(cls))
     if cls is Reversed:
         of_layers = {name for name in first["held"][-1] if name.startswith("layers")}
         assert len(of_layers) == 2 * 1, "the split counts what the first batch has moved"
-
-
-def test_what_validation_alone_uses_moves_there_with_its_optimizer_states(world2: World) -> None:
-    last, first = world2.run(pipelined, [Metric], 2)
-    assert outside(first[0]) == [{TOKENS}, {TOKENS, HEAD}]
-    assert outside(last[0]) == [{HEAD}, {TOKENS, HEAD}]
-    assert_same_outcomes([last[0], first[0]], one_device(Metric))
 
 
 def test_names_that_there_are_not_are_refused() -> None:
@@ -307,13 +283,9 @@ def test_the_balance_of_parameters_counts_them() -> None:
         nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(10)),
         nn.Linear(width, width, bias=False),
     )
-    for ranks, expected in ((2, [(0, 4), (4, 10)]), (3, [(0, 2), (2, 6), (6, 10)])):
-        options = PipelineStrategy(module="1").pipeline_options
-        bounds = options.bounds(options.chain(module, ranks, torch.device("cpu")), ranks)
-        assert bounds == expected
-        options = PipelineStrategy(module="1", replicated=True).pipeline_options
-        bounds = options.bounds(options.chain(module, ranks, torch.device("cpu")), ranks)
-        assert max(stop - start for start, stop in bounds) == -(-10 // ranks)
+    for replicated, expected in ((False, [(0, 2), (2, 6), (6, 10)]), (True, [(0, 3), (3, 6), (6, 10)])):
+        options = PipelineStrategy(module="1", replicated=replicated).pipeline_options
+        assert options.bounds(options.chain(module, 3, torch.device("cpu")), 3) == expected
 
 
 class Looking(Wide):
@@ -332,13 +304,11 @@ def resumed(path: Path, own: Path) -> Any:
     return train(Tied, PipelineStrategy(num_micro_batches=4), 2, path=own, resume=path)
 
 
-def test_checkpoints_are_those_of_one_device(world2: World, tmp_path: Path) -> None:
+def test_checkpoints_of_tied_weights_are_those_of_one_device(world2: World, tmp_path: Path) -> None:
     train(Tied, None, 1, path=tmp_path / "one")
     reference = train(Tied, None, 1, path=tmp_path / "three", resume=tmp_path / "one")
     assert_same_outcomes(world2.run(resumed, tmp_path / "one", tmp_path / "own"), reference)
     found, expected = (torch.load(tmp_path / name, weights_only=False) for name in ("own", "three"))
     assert list(found["state_dict"]) == list(expected["state_dict"])
     states, of_one = (checkpoint["optimizer_states"][0]["state"] for checkpoint in (found, expected))
-    assert states.keys() == of_one.keys()
-    for number, state in of_one.items():
-        torch.testing.assert_close(states[number], state, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(states, of_one, rtol=1e-9, atol=1e-12)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from lightning_multigpu.engine.errors import PipelineError
-from tests.strategies.pipeline.fitted import fitted
+from tests.strategies.pipeline.fitted import assert_fits_alike, fitted
 from tests.strategies.tasks import Case, assert_same_weights
 from tests.world import World
 
@@ -33,7 +33,7 @@ class Plain(L.LightningModule):
         return self.loss(*batch)
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.3)
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.5)
 
     @property
     def noted(self) -> list[float]:
@@ -61,23 +61,14 @@ class AveragesInABuffer(Plain):
         return loss
 
 
-class Cell(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor, hidden: Tensor) -> Tensor:
-        return torch.tanh(self.inner(x) + self.outer(hidden))
-
-
 class KeepsHiddenStates(Plain):
     """Truncated backpropagation through time: hidden states of 20 cells, kept from step to step."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Cell() for _ in range(20))
+        self.layers = nn.ModuleList(nn.RNNCell(6, 6) for _ in range(20))
         self.head = nn.Linear(6, 3)
-        self.hidden = [torch.zeros(1, 6, dtype=torch.float64)] * 20
+        self.hidden = [torch.zeros(8, 6, dtype=torch.float64)] * 20
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
@@ -87,7 +78,7 @@ class KeepsHiddenStates(Plain):
         return cross_entropy(self.head(x), y)
 
 
-class RecurrentLayer(Cell):
+class RecurrentLayer(nn.RNNCell):
     """Keeps its hidden state for itself."""
 
     hidden: Tensor | None = None
@@ -101,7 +92,7 @@ class RecurrentLayer(Cell):
 class Recurrent(Plain):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(RecurrentLayer() for _ in range(4)), nn.Linear(6, 3))
+        self.layers = nn.Sequential(*(RecurrentLayer(6, 6) for _ in range(4)), nn.Linear(6, 3))
 
 
 class Expert(nn.Linear):
@@ -123,26 +114,6 @@ class Experts(Plain):
         return loss + sum(layer.own_loss for layer in self.layers[:4])
 
 
-class PassingExpert(Expert):
-    def forward(self, given: Any) -> Any:
-        x, losses = given
-        x = super().forward(x)
-        return x, losses + self.own_loss
-
-
-class PassingExperts(Plain):
-    """Do what the message says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(PassingExpert(6, 6) for _ in range(4)))
-        self.head = nn.Linear(6, 3)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, losses = self.layers((batch[0], batch[0].new_zeros(())))
-        return cross_entropy(self.head(x), batch[1]) + losses
-
-
 class CountsFirst(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.n += 1
@@ -151,11 +122,7 @@ class CountsFirst(Plain):
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [
-        (CountsBatches, "self.n"),
-        (AveragesInABuffer, "self.average"),
-        (KeepsHiddenStates, "self.hidden"),
-    ],
+    [(CountsBatches, "self.n"), (AveragesInABuffer, "self.average"), (KeepsHiddenStates, "self.hidden")],
 )
 def test_the_first_stage_trained_on_what_the_last_one_had_kept_long_ago(
     kind: type[Plain], name: str, world2: World
@@ -165,28 +132,22 @@ def test_the_first_stage_trained_on_what_the_last_one_had_kept_long_ago(
     world2.run_raising(PipelineError, words, fitted, kind, case=CASE, num_micro_batches=1)
 
 
-class KeepsAtBatchEnds(Plain):
-    """Does what the message says."""
+class KeepsInHooks(Plain):
+    """Does what the message says, and uses what was logged of the batch before."""
 
     average = 1.0
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.loss(batch[0] * (self.average + 0.5 * self.n), batch[1])
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.average = 0.5 * self.average + 0.5 * float(outputs["loss"])
-        self.n += 1
-
-
-class CountsAtBatchStarts(Plain):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.n += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        scale = float(self.trainer.callback_metrics.get("loss", 1.0))  # of the batch before
-        loss = self.loss(batch[0] * (scale + 0.1 * self.n), batch[1])
+        scale = float(self.trainer.callback_metrics.get("loss", 1.0))
+        loss = self.loss(batch[0] * (self.average + 0.5 * self.n + scale), batch[1])
         self.log("loss", loss)
         return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.average = 0.5 * self.average + 0.5 * float(outputs["loss"])
 
 
 class Collects(Plain):
@@ -248,12 +209,10 @@ def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> Non
     words = r"buffer layers.0.mean had the shape \(6,\) when the model was split, and has \(4, 6\) now"
     world2.run_raising(ValueError, words, fitted, GrowsInALayer, case=CASE, num_micro_batches=1)
     for kind, parts in (
-        (KeepsAtBatchEnds, 4),
-        (CountsAtBatchStarts, 4),
+        (KeepsInHooks, 4),
         (Collects, 1),
         (Collects, 4),
         (Recurrent, 1),
-        (PassingExperts, 4),
         (CountsFirst, 1),
         (AssignsBuffers, 1),
     ):
@@ -264,22 +223,17 @@ def test_what_is_kept_once_a_batch_trains_as_on_one_device(world2: World) -> Non
                 assert result["noted"] == pytest.approx(reference["noted"], rel=1e-9)
 
 
+ONE, TWO = {"num_micro_batches": 1}, {"num_micro_batches": 2}
+
+
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (
-            Recurrent,
-            {"num_micro_batches": 2},
-            r"\(self.layers.0.hidden, .*num_micro_batches=2.*pass num_micro_batches=1",
-        ),
-        (
-            Recurrent,
-            {"num_micro_batches": 1, "activation_checkpointing": True},
-            "under activation_checkpointing run ag",
-        ),
-        (CountsFirst, {"num_micro_batches": 2}, r"\(self.n\).*on_train_batch_start"),
-        (CountsFirst, {"num_micro_batches": 1, "schedule": "interleaved"}, "2 stages.*use schedule='1f1b'"),
-        (Experts, {"num_micro_batches": 1}, r"changes self.layers.0.own_loss.* pass it on"),
+        (Recurrent, TWO, r"\(self.layers.0.hidden, .*num_micro_batches=2.*pass num_micro_batches=1"),
+        (Recurrent, {**ONE, "activation_checkpointing": True}, "under activation_checkpointing run ag"),
+        (CountsFirst, TWO, r"\(self.n\).*on_train_batch_start"),
+        (CountsFirst, {**ONE, "schedule": "interleaved"}, "2 stages.*use schedule='1f1b'"),
+        (Experts, ONE, r"changes self.layers.0.own_loss.* pass it on"),
     ],
 )
 def test_what_changed_once_a_micro_batch_was_trained_on_in_silence(
@@ -295,25 +249,23 @@ class SetUp(nn.Module):
     def __init__(self, way: str) -> None:
         super().__init__()
         self.way, self.inner = way, nn.Linear(6, 6)
-        self.shift: Any = nn.Parameter(torch.zeros(6), requires_grad=way != "frozen parameter")
-        self.register_buffer("done", torch.tensor(False), persistent=way != "buffer")
+        self.shift: Any = None
         if way == "buffer":
             del self.shift
             self.register_buffer("shift", torch.zeros(6), persistent=False)
-        elif way == "attribute":
-            del self.shift
-            self.shift = None
+        elif way != "attribute":
+            self.shift = nn.Parameter(torch.zeros(6))
+        self.register_buffer("done", torch.tensor(False), persistent=way != "buffer")
 
     def forward(self, x: Tensor) -> Tensor:
         is_first = not self.shift.any() if self.way == "value" else self.shift is None or not self.done
-        if is_first and self.way == "attribute":
-            self.shift = -x.mean(0).detach()
-        elif is_first and self.way == "data":
-            self.shift.data = -x.mean(0).detach()
-        elif is_first:
-            with torch.no_grad():
-                self.shift.copy_(-x.mean(0))
         with torch.no_grad():
+            if is_first and self.way == "attribute":
+                self.shift = -x.mean(0)
+            elif is_first and self.way == "value":
+                self.shift.data = -x.mean(0)
+            elif is_first:
+                self.shift.copy_(-x.mean(0))
             self.done.fill_(True)  # type: ignore[operator]
         return torch.tanh(self.inner(x + self.shift))
 
@@ -360,24 +312,23 @@ class LimitsWeights(LayersWithLimits):
         return super().training_step(batch, batch_idx)
 
 
-WAYS = ("parameter", "frozen parameter", "value", "data", "buffer", "attribute")
-
-
-def test_layers_that_set_themselves_up_took_the_first_micro_batch(world2: World) -> None:
+@pytest.mark.parametrize(
+    ("way", "place"),
+    [
+        ("parameter", "parameter layers.0.shift of S"),
+        ("value", "parameter layers.0.shift of S"),
+        ("buffer", "values that it keeps .*layers.0.shift"),
+        ("attribute", "values that it keeps .*layers.0.shift"),
+    ],
+)
+def test_layers_that_set_themselves_up_took_the_first_micro_batch(way: str, place: str, world2: World) -> None:
     """Trials left the values that they had set up, so that no check could see it, and parameters kept them."""
-    for way in WAYS:
-        make = partial(SetsUp, way)
-        place = (
-            "values that it keeps .*layers.0.shift"
-            if way in ("buffer", "attribute")
-            else "parameter layers.0.shift of S"
-        )
-        words = f"the step changes {place}.*num_micro_batches=2.*set the layer up before the fit"
-        world2.run_raising(ValueError, words, fitted, make, case=CASE, num_micro_batches=2)
-        reference = fitted(make, 1, case=CASE)
-        for options in ({}, {"balance": "time"}):
-            for result in world2.run(fitted, make, case=CASE, num_micro_batches=1, **options):
-                assert_same_weights(result, reference)
+    make, words = (
+        partial(SetsUp, way),
+        f"the step changes {place}.*num_micro_batches=2.*set the layer up before the fit",
+    )
+    world2.run_raising(ValueError, words, fitted, make, case=CASE, num_micro_batches=2)
+    assert_fits_alike(world2, make, case=CASE, num_micro_batches=1, balance="time")
 
 
 def test_what_steps_change_by_themselves_has_to_be_the_same_for_parts_of_a_batch(world2: World) -> None:
@@ -386,7 +337,5 @@ def test_what_steps_change_by_themselves_has_to_be_the_same_for_parts_of_a_batch
     world2.run_raising(ValueError, words, fitted, Follows, case=CASE, num_micro_batches=2)
     words = "is changed in place by the step, as where it limits .*and 3 micro-batches .*num_micro_batches=1"
     world2.run_raising(PipelineError, words, fitted, LimitsWeights, case=CASE, num_micro_batches=4)
-    for kind, parts in ((LayersWithLimits, 4), (LayersWithLimits, 1), (LimitsWeights, 1)):
-        reference = fitted(kind, 1, case=CASE)
-        for result in world2.run(fitted, kind, case=CASE, num_micro_batches=parts):
-            assert_same_weights(result, reference)
+    for kind, parts in ((LayersWithLimits, 4), (LimitsWeights, 1)):
+        assert_fits_alike(world2, kind, case=CASE, num_micro_batches=parts)

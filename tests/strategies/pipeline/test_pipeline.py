@@ -1,19 +1,14 @@
-"""What is particular to pipelines: micro-batches, random numbers, what a stage holds, and what it tells the others.
-
-That weights, losses, metrics, clipping and checkpoints are those of one device is in the tests of the contract.
-"""
+"""What is particular to pipelines: micro-batches, random numbers, what a stage holds, and what it tells the others."""
 
 from __future__ import annotations
 
 import subprocess
-import traceback
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import numpy as np
@@ -25,13 +20,13 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import lightning_multigpu
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
+from lightning_multigpu.engine.micro_batches import num_micro_batches_of, split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
-from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import rank_run
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
@@ -39,13 +34,15 @@ from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_module,
     check_optimizers,
 )
-from tests.strategies.pipeline.fitted import assert_same_outcomes, fitted, loss_by_hand, outcome
+from tests.modules import TwoOptimizers
+from tests.strategies.pipeline.fitted import assert_same_outcomes, fitted, outcome
 from tests.strategies.tasks import (
     Case,
     Classifier,
     assert_same_weights,
     eval_loader,
     fit,
+    fit_module,
     global_losses,
     make_trainer,
     moving_average,
@@ -153,7 +150,17 @@ class ByHand(TinyGPT):
     """The same on one device, in the same micro-batches with the same random numbers."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        loss = loss_by_hand(self, batch, batch_idx, self.blocks, SEED)
+        loss = torch.zeros(())
+        for micro_batch, part in enumerate(split_batch(batch, num_micro_batches_of(batch, 4))):
+            place = (seed_of(SEED, 0), 0, self.current_epoch, batch_idx, micro_batch)
+            handles = [
+                block.register_forward_pre_hook(lambda *_, i=i, p=place: set_random_state(seed_of(*p, i), self.device))
+                for i, block in enumerate(self.blocks, start=1)
+            ]
+            set_random_state(seed_of(*place, 0), self.device)
+            loss = loss + self.loss(part) * len(part["tokens"]) / len(batch["tokens"])
+            for handle in handles:
+                handle.remove()
         self.log("train_loss", loss, on_step=True, on_epoch=True)
         self.log("samples", float(len(batch["tokens"])), reduce_fx="sum")
         return {"loss": loss}
@@ -236,6 +243,45 @@ def test_four_stages_train_on_the_batch_of_rank_zero(by_hand: dict[str, Any], wo
     assert_same(world4.run(augmented), by_hand)
 
 
+FORWARDS: list[bool] = []
+
+
+class CountedBlock(Block):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        FORWARDS.append(torch.is_grad_enabled())
+        return super().forward(x, mask)
+
+
+class CountedGPT(TinyGPT):
+    """Two of its blocks are counted; its head is tied."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        for block in self.blocks[1:3]:
+            block.__class__ = CountedBlock
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 0:  # the first batch is also watched, to find which stages use what
+            FORWARDS.clear()
+
+
+def train_counted(choice: Any) -> dict[str, Any]:
+    """Also gives the number of forward passes behind the first batch; each of two ranks has one counted block."""
+    FORWARDS.clear()
+    strategy = PipelineStrategy(num_micro_batches=4, activation_checkpointing=choice, verify_steps=0)
+    return {**train(CountedGPT(), strategy, 2, max_epochs=1), "forwards": sum(FORWARDS)}
+
+
+@pytest.mark.parametrize(("choice", "last"), [(True, 2), ([CountedBlock], 2), (["blocks.1"], 1)])
+def test_layers_run_again_where_it_was_asked_for(choice: Any, last: int, world2: World) -> None:
+    """They train as layers that are not computed again, dropout included."""
+    results = world2.run(train_counted, choice)
+    assert_same(results, train(ByHand(tied=True), "auto", 1, max_epochs=1))
+    num_micro_batches = (4 - 1) * 4
+    assert [result["forwards"] for result in results] == [last * num_micro_batches, 2 * num_micro_batches]
+
+
 class Shifting(Classifier):
     """Changes its targets in place, and draws a number of NumPy before the layers, as mixup does."""
 
@@ -283,15 +329,7 @@ class Watched(Classifier):
 def watch() -> dict[str, Any]:
     module, strategy = Watched("adamw"), PipelineStrategy(balance=[2, 6])
     before = list(module.parameters())
-    frames: list[int] = []
-    package, forward = str(Path(lightning_multigpu.__file__).parent), Stage.forward
-
-    def noted(self: Stage, micro_batch: int) -> Any:
-        frames.append(sum(entry.filename.startswith(package) for entry in traceback.extract_stack()))
-        return forward(self, micro_batch)
-
-    with mock.patch.object(Stage, "forward", noted):
-        make_trainer(Case(max_epochs=1), strategy, 2).fit(module, train_loader(Case(), 1))
+    fit_module(module, strategy, 2, Case(max_epochs=1), train_loader(Case(), 1))
     strategy.meter.flush()
     return {
         "held": module.held,
@@ -299,19 +337,15 @@ def watch() -> dict[str, Any]:
         "states": module.states,
         "same objects": all(a is b for a, b in zip(before, module.parameters(), strict=True)),
         "sent": [(t.count, t.size_bytes) for t in strategy.meter.steps[-1].of("send", "pipeline")],
-        "frames": frames[-1],
     }
 
 
 def test_a_stage_holds_its_own_layers_only(world2: World) -> None:
     last, first = world2.run(watch)
-    assert first["held"] == first["with gradient"] == ["layers.0.weight", "layers.0.bias"]
-    assert last["held"] == last["with gradient"] == ["layers.2.weight", "layers.2.bias"]
-    for result in (first, last):
+    for result, layer in ((first, "layers.0"), (last, "layers.2")):
+        assert result["held"] == result["with gradient"] == [f"{layer}.weight", f"{layer}.bias"]
         assert result["states"] == 2
         assert result["same objects"]
-        # A first batch wandered through 23 modules; an ordinary batch no longer goes through what is done once.
-        assert result["frames"] <= 12, "functions of the package above a stage's forward pass in the last batch"
     # Activations of 16 float64 numbers a sample, 8 samples, in 8 micro-batches, one way; gradients the other way.
     activations = 8 * 16 * 8
     assert first["sent"][0] == (8, activations)
@@ -336,10 +370,6 @@ class Tuned(Classifier):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
 
 
-def unfreeze(ranks: int, path: Path, **options: Any) -> dict[str, Any]:
-    return fitted(Tuned, ranks, case=Case(max_epochs=2), callbacks=[Unfreezing(), SaveAtEnd(path)], **options)
-
-
 class SaveAtEnd(L.Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -353,14 +383,17 @@ def test_layers_of_another_stage_are_unfrozen_in_the_middle(
     schedule: str, balance: list[int], world2: World, tmp_path: Path
 ) -> None:
     """In the first epoch the whole first stage is frozen."""
-    reference = unfreeze(1, tmp_path / "one")
-    for result in world2.run(unfreeze, 2, tmp_path / "two", schedule=schedule, balance=balance):
+    one, two = ([Unfreezing(), SaveAtEnd(tmp_path / name)] for name in ("one", "two"))
+    case = Case(max_epochs=2)
+    reference = fitted(Tuned, 1, case=case, callbacks=one)
+    for result in world2.run(fitted, Tuned, case=case, callbacks=two, schedule=schedule, balance=balance):
         assert_same_weights(result, reference)
-    (one,), (two,) = (torch.load(tmp_path / name, weights_only=False)["optimizer_states"] for name in ("one", "two"))
-    assert two["param_groups"] == one["param_groups"]
-    assert two["state"].keys() == one["state"].keys() == {0, 1, 2, 3}
-    for number, state_of_one in one["state"].items():
-        torch.testing.assert_close(two["state"][number], state_of_one, rtol=1e-9, atol=1e-11)
+    (expected,), (found,) = (
+        torch.load(tmp_path / name, weights_only=False)["optimizer_states"] for name in ("one", "two")
+    )
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == {0, 1, 2, 3}
+    torch.testing.assert_close(found["state"], expected["state"], rtol=1e-9, atol=1e-11)
 
 
 class OneSided(L.Callback):
@@ -379,51 +412,36 @@ def test_optimizers_of_different_parameters_make_no_checkpoint(world2: World, tm
     world2.run_raising(PipelineError, words, fitted, FirstOnly, callbacks=callbacks)
 
 
-class Manual(Classifier):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class OwnBackward(Classifier):
-    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        loss.backward()
-
-
-class OwnIterator(Classifier):
-    def training_step(self, dataloader_iter: Any) -> Tensor:
-        raise NotImplementedError
-
-
-class BeforeZeroGrad(Classifier):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        pass
-
-
-class CallbackBeforeZeroGrad(L.Callback):
-    def on_before_zero_grad(self, *args: Any) -> None:
-        pass
-
-
 def steps_in_backward() -> torch.optim.Optimizer:
     weight = nn.Parameter(torch.ones(2))
     weight.register_post_accumulate_grad_hook(lambda p: p.data.sub_(p.grad))
     return torch.optim.SGD([weight], lr=0.1)
 
 
-TOO_EARLY = r"BeforeZeroGrad.on_before_zero_grad .* use on_train_batch_start"
-"""On one device the hook comes after the step, and in a pipeline before it: what it changed counted a step early."""
+def overriding(base: type[Any], hook: str, function: Callable[..., None] = lambda self, *args: None) -> Any:
+    """An object of a class "Own" that overrides a hook."""
+    return type("Own", (base,), {hook: function})()
+
+
+# On one device the hook comes after the step, and in a pipeline before it: what it changed counted a step early.
+TOO_EARLY = "Own.on_before_zero_grad .* use on_train_batch_start"
+EXAMPLE = Classifier()
+EXAMPLE.example_input_array = torch.zeros(2, 6)
 AVERAGES = "averages a copy of the whole model.*ring_ddp"
 
 
 @pytest.mark.parametrize(
     ("check", "words"),
     [
-        (lambda: check_module(Manual()), "Manual.automatic_optimization=False.*another strategy"),
-        (lambda: check_module(OwnBackward()), "OwnBackward overrides backward"),
-        (lambda: check_module(OwnIterator()), "takes dataloader_iter"),
-        (lambda: check_module(BeforeZeroGrad()), f"^{TOO_EARLY}"),
-        (lambda: check_callbacks([CallbackBeforeZeroGrad()]), f"^Callback{TOO_EARLY}"),
+        (lambda: check_module(TwoOptimizers()), "TwoOptimizers.automatic_optimization=False.*another strategy"),
+        (lambda: check_module(overriding(Classifier, "backward")), "Own overrides backward"),
+        (
+            lambda: check_module(overriding(Classifier, "training_step", lambda self, dataloader_iter: None)),
+            "takes dataloader_iter",
+        ),
+        (lambda: check_module(overriding(Classifier, "on_before_zero_grad")), TOO_EARLY),
+        (lambda: check_callbacks([overriding(L.Callback, "on_before_zero_grad")]), TOO_EARLY),
+        (lambda: check_loggers([TensorBoardLogger(".", log_graph=True)], EXAMPLE), "pass log_graph=False"),
         (lambda: check_callbacks([StochasticWeightAveraging(0.1)]), AVERAGES),
         (lambda: check_callbacks([moving_average()]), AVERAGES),
         (lambda: check_callbacks([ModelPruning("l1_unstructured")]), "chooses among all weights.*ring_ddp"),
@@ -436,55 +454,33 @@ def test_what_needs_the_whole_model_is_refused(check: Callable[[], None], words:
         check()
 
 
-def test_a_logger_that_runs_the_module_is_refused(tmp_path: Path) -> None:
-    module = Classifier()
-    drawing = TensorBoardLogger(tmp_path, log_graph=True)
-    check_loggers([drawing], module)
-    module.example_input_array = torch.zeros(2, 6)
-    check_loggers([TensorBoardLogger(tmp_path)], module)
-    with pytest.raises(ValueError, match="pass log_graph=False"):
-        check_loggers([drawing], module)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"schedule": "2f2b"}, "schedule='2f2b'.*'gpipe', '1f1b'"),
         ({"num_micro_batches": 0}, "num_micro_batches=0"),
         ({"stages_per_rank": 2}, "stages_per_rank=2 under schedule='1f1b'.*interleaved, zero_bubble"),
-        (
-            {"schedule": "interleaved", "stages_per_rank": 1},
-            "stages_per_rank=1 under schedule='interleaved'.*2 or more",
-        ),
+        ({"schedule": "interleaved", "stages_per_rank": 1}, "=1 under schedule='interleaved'.*2 or more"),
         ({"replicated": "tokens"}, "replicated='tokens': pass True, or a list of names"),
         ({"batch_dim": -1}, "batch_dim=-1 is out of range; pass a whole number of 0 or more"),
         ({"split_points": "net.up"}, "split_points='net.up' is no list; pass names of submodules"),
         ({"split_points": ["net.up", "net.up"]}, "pass one or more different names"),
         ({"split_points": ["net.up"], "balance": "time"}, "balance='time' and split_points=.*leave one out"),
         ({"split_points": ["a"], "activation_checkpointing": ["Block"]}, "pass True for all"),
-        (
-            {"activation_checkpointing": True, "schedule": "zero_bubble"},
-            "under schedule='zero_bubble'.*use schedule='interleaved', or leave it out",
-        ),
+        ({"activation_checkpointing": True, "schedule": "zero_bubble"}, "use schedule='interleaved', or leave it out"),
         ({"data_parallel_size": 0}, "data_parallel_size=0"),
         ({"data_parallel_size": 3}, "data_parallel_size=3 does not make the 8 ranks"),
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 8 ranks"),
-        (
-            {"data_parallel_size": 2, "pipeline_parallel_size": 2},
-            "pipeline_parallel_size=2 times data_parallel_size=2 does not make the 8 ranks",
-        ),
+        ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, "=2 times data_parallel_size=2 does not make the 8"),
         ({"data_parallel_size": 8}, "one device a pipeline: a pipeline has a stage on each device"),
+        ({"devices": 1}, "devices=1: a pipeline has a stage on each device and needs 2 or more"),
         ({"split_points": ["net.up"]}, r"makes 2 stages, and 8 ranks with 1 each have 8; name 7 submodules"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
+    devices, options = options.get("devices", 8), {name: options[name] for name in options if name != "devices"}
     with pytest.raises(ValueError, match=words):
-        L.Trainer(strategy=PipelineStrategy(**options), accelerator="cpu", devices=8)
-
-
-def test_one_device_is_no_pipeline() -> None:
-    with pytest.raises(ValueError, match="devices=1: a pipeline has a stage on each device and needs 2 or more"):
-        L.Trainer(strategy="gpipe", accelerator="cpu", devices=1)
+        L.Trainer(strategy=PipelineStrategy(**options), accelerator="cpu", devices=devices)
 
 
 def test_more_stages_than_layers_are_told_before_ranks_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -500,13 +496,8 @@ def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
     """A step that calls two parts by itself has no forward pass around both, and nobody calls a ModuleList."""
 
     class Lists(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Linear(4, 4)
-            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(1))
-
         def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[0](self.stem(x)) + x  # type: ignore[no-any-return]
+            return self.blocks[0](self.stem(x)) + x  # type: ignore[no-any-return,operator,index]
 
     module = L.LightningModule()
     module.first, module.second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -514,6 +505,7 @@ def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
         find_chain(module, "auto", 2)
     module = L.LightningModule()
     module.net = Lists()
+    module.net.stem, module.net.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
     assert suggested_split_points(module, 2) == ["net.blocks.0"]
     with pytest.raises(ValueError, match=r"submodules for 2 stages: use fewer.*split_points=\['net\.blocks\.0'\]"):
         find_chain(module, "auto", 3)
@@ -545,35 +537,30 @@ class Drawing(Classifier):
 
 def side_by_side(case: Case) -> dict[str, Any]:
     module = Drawing()
-    trainer = make_trainer(case, PipelineStrategy(pipeline_parallel_size=2), 4)
-    trainer.fit(module, train_loader(case, trainer), eval_loader(batch_size=4))
+    trainer = fit_module(module, PipelineStrategy(pipeline_parallel_size=2), 4, case, None, eval_loader(batch_size=4))
     trainer.strategy.meter.flush()
-    steps = trainer.strategy.meter.steps
+    averages = [each for step in trainer.strategy.meter.steps for each in step.of("all_reduce", "data")]
     return {
         "weights": state(module),
         "seen": module.seen,
         "drawn": module.own.drawn,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "averages": [sum(t.count for t in step.of("all_reduce", "data")) for step in steps],
-        "bytes": steps[-1].of("all_reduce", "data")[-1].size_bytes,
+        "averages": [(each.count, each.size_bytes) for each in averages],
     }
 
 
 def test_two_pipelines_side_by_side(world4: World) -> None:
-    case = Case(
-        num_samples=53, max_epochs=2, validate=True, trainer={"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
-    )
+    clipped = {"accumulate_grad_batches": 3, "gradient_clip_val": 0.3}
+    case = Case(num_samples=53, max_epochs=2, validate=True, trainer=clipped)
     reference = fit(case, None, 1)
     results = world4.run(side_by_side, case)
     for result in results:
         assert_same_weights(result, reference)
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-6)
-        assert result["averages"] == [1] * 6, "stages are averaged once a step"
-    assert [result["bytes"] for result in results] == [8 * (16 * 3 + 3), 8 * (6 * 16 + 16)] * 2
-    seen = [result["seen"] for result in results]
+    for result, size in zip(results, [16 * 3 + 3, 6 * 16 + 16] * 2, strict=True):
+        assert result["averages"] == [(1, 8 * size)] * 6, "stages are averaged once a step"
+    seen, drawn = ([result[name] for result in results] for name in ("seen", "drawn"))
     assert seen[0] == seen[1] != seen[2] == seen[3], "the stages of a pipeline have the batches of its last one"
-    drawn = [result["drawn"] for result in results]
-    assert drawn[0] == drawn[1]
-    assert drawn[2] == drawn[3]
+    assert (drawn[0], drawn[2]) == (drawn[1], drawn[3])
     assert drawn[0].isdisjoint(drawn[2]), "pipelines draw numbers of their own"
     assert global_losses(results) == pytest.approx([loss for loss, _ in reference["seen"]], rel=1e-9)

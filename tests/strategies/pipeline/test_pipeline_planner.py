@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelPruning
-from torch import Tensor, nn
 
 from lightning_multigpu.callbacks import GlobalBatchSize
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
@@ -75,7 +73,8 @@ def test_nothing_is_trained(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_stages_and_the_time_of_one_device() -> None:
-    alone, plan = planned(Model(), [1, 2])
+    alone, plan, _, further = planned(Model(), [1, 2], schedules=["1f1b", "zero_bubble"])
+    assert (further.schedule, len(further.stages)) == ("zero_bubble", 4)
     assert [stage.parameters_bytes for stage in plan.stages] == [2 * LAYER_BYTES] * 2
     assert [stage.output_bytes for stage in plan.stages] == [SAMPLES // 2 * INPUT_BYTES] * 2
     assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in plan.stages)
@@ -102,43 +101,6 @@ def test_memory_counts_what_a_rank_holds(optimizer: str, states: int) -> None:
         assert (memory.parameters_bytes, memory.gradients_bytes) == (parameters, parameters)
         assert memory.optimizer_bytes == states * parameters
         assert (memory.activations_bytes, memory.recomputed_bytes) == (kept * SAMPLES // 4 * INPUT_BYTES, 0)
-
-
-class Wide(nn.Module):
-    """Keeps its input, and 8 times as much inside; takes 4 ms."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 8 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(0.004)
-        return self.layer(x).tanh()[:, :WIDTH]
-
-
-class WideModel(Model):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(Wide() for _ in range(LAYERS)))
-
-
-def test_layers_that_run_again_take_longer_and_keep_their_input() -> None:
-    [plain], [again] = (planned(WideModel(), [4], activation_checkpointing=choice) for choice in (False, True))
-    for before, after in zip(plain.stages, again.stages, strict=True):
-        assert before.forward_s > 0.008
-        assert before.backward_s < 0.008 < after.backward_s
-    assert plain.one_device_s < 4 * 0.008, "one device keeps what is inside"
-    assert again.one_device_s < 4 * 0.008
-    samples = SAMPLES // 4 * INPUT_BYTES
-    first, last = again.memory
-    assert (first.activations_bytes, last.activations_bytes) == (2 * 3 * samples, 3 * samples)
-    assert [rank.recomputed_bytes for rank in (first, last)] == [8 * samples] * 2
-    assert plain.memory[1].activations_bytes > 2 * 8 * samples
-
-
-def test_schedules_beside_each_other() -> None:
-    plans = planned(Model(), [4], schedules=["gpipe", "zero_bubble"])
-    assert [(plan.schedule, len(plan.stages)) for plan in plans] == [("gpipe", 2), ("zero_bubble", 4)]
 
 
 @pytest.mark.parametrize(

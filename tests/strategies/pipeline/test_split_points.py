@@ -15,7 +15,7 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.pipeline.fitted import assert_same_outcomes, outcome
-from tests.strategies.tasks import Case, assert_same_weights, data_ranks, fit_module, make_trainer, state
+from tests.strategies.tasks import Case, assert_same_weights, fit_module, make_trainer, state
 from tests.world import World
 
 SEED = 23
@@ -56,13 +56,13 @@ class LadderTask(L.LightningModule):
         self.losses: list[float] = []
         self.num_validated = 0
 
-    def logits(self, batch: dict[str, Tensor]) -> Tensor:
-        x = self.tokens(batch["tokens"])
-        found = self.net(x, (batch["tokens"] > 1)[:, None].to(x.dtype), scale=0.7)
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens)
+        found = self.net(x, (tokens > 1)[:, None].to(x.dtype), scale=0.7)
         return self.head(found["y"] + 0.1 * found["skip"])
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self.logits(batch), batch["targets"])
+        return nn.functional.cross_entropy(self(batch["tokens"]), batch["targets"])
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -72,8 +72,7 @@ class LadderTask(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
         self.held = [name for name, value in self.named_parameters() if not isinstance(value, Placeholder)]
-        optimizer = self.trainer.optimizers[0]
-        self.num_states = sum(bool(state) for state in held_states(optimizer).values())
+        self.num_states = sum(bool(state) for state in held_states(self.trainer.optimizers[0]).values())
         self.own_buffers = [name for name, value in self.named_buffers() if not isinstance(value, Placeholder)]
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -81,7 +80,7 @@ class LadderTask(L.LightningModule):
         self.log("val_loss", self.loss(batch))
 
     def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.logits(batch).argmax(1)
+        return self(batch["tokens"]).argmax(1)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=0.02)
@@ -92,30 +91,30 @@ def tokens(num_samples: int) -> Any:
     return [{"tokens": token, "targets": target} for token, target in pairs]
 
 
+CUT: dict[str, Any] = {"split_points": ["net.deep"], "num_micro_batches": 4}
 CASE = Case(
     trainer={"accumulate_grad_batches": 2, "gradient_clip_val": 0.5, "val_check_interval": 0.75, "max_epochs": 1}
 )
 
 
-def train(module: LadderTask, strategy: Any, ranks: int, *, sanity: int = 0, **further: Any) -> dict[str, Any]:
+def train(task: LadderTask, ranks: int = 1, *, sanity: int = 0, **options: Any) -> dict[str, Any]:
     torch.manual_seed(SEED)
-    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, num_sanity_val_steps=sanity, **further)
+    strategy = PipelineStrategy(**{**CUT, **options}) if ranks > 1 else "auto"
+    trainer = make_trainer(CASE, strategy, ranks, use_distributed_sampler=False, num_sanity_val_steps=sanity)
     # The last batch is a short one. Were its micro-batches of two sizes, BatchNorm would see them in another order.
-    pipelines, rank = data_ranks(trainer), getattr(trainer.strategy, "data_parallel_rank", 0)
-    loader = DataLoader(tokens(56)[rank::pipelines], batch_size=16 // pipelines)
-    trainer.fit(module, loader, DataLoader(tokens(10), batch_size=5))
+    loader = DataLoader(tokens(56), batch_size=16)
+    trainer.fit(task, loader, DataLoader(tokens(10), batch_size=5))
     return {
-        **outcome(module, trainer),
-        "num_validated": module.num_validated - sanity,
-        "held": module.held,
-        "buffers": module.own_buffers,
-        "predicted": [int(x) for batch in trainer.predict(module, loader) or [] for x in batch],
+        **outcome(task, trainer),
+        "num_validated": task.num_validated - sanity,
+        "held": task.held,
+        "buffers": task.own_buffers,
+        "predicted": [int(x) for batch in trainer.predict(task, loader) or [] for x in batch],
     }
 
 
 def cut(sanity: int) -> dict[str, Any]:
-    strategy = PipelineStrategy(split_points=["net.deep"], num_micro_batches=4, verify_steps=0)
-    return train(LadderTask(), strategy, 2, sanity=sanity)
+    return train(LadderTask(), 2, sanity=sanity, verify_steps=0)
 
 
 def assert_same(results: list[dict[str, Any]], reference: dict[str, Any]) -> None:
@@ -139,16 +138,8 @@ def test_a_stage_holds_what_its_piece_uses(sanity: int, world2: World) -> None:
 class Whole(LadderTask):
     """The LightningModule's own forward pass is cut, and a parameter of it is used outside of that too."""
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens)
-        found = self.net(x, (tokens > 1)[:, None].to(x.dtype), scale=0.7)
-        return self.head(found["y"])
-
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return nn.functional.cross_entropy(self(batch["tokens"]), batch["targets"]) + self.head.bias.square().sum()
-
-    def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self(batch["tokens"]).argmax(1)
+        return super().loss(batch) + self.head.bias.square().sum()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -202,46 +193,27 @@ class LadderLate(LadderTask):
             self.net = without_chance(LadderTask()).net
 
 
-def trained(cls: type[LadderTask], strategy: Any = "auto", ranks: int = 1, **further: Any) -> dict[str, Any]:
+def trained(cls: type[LadderTask], ranks: int = 1, **options: Any) -> dict[str, Any]:
     module = cls()
-    return train(module if cls is LadderLate else without_chance(module), strategy, ranks, **further)
+    return train(module if cls is LadderLate else without_chance(module), ranks, **options)
 
 
-@cache
-def one_device(cls: type[LadderTask]) -> dict[str, Any]:
-    return trained(cls)
-
-
-def cut_quiet(cls: type[LadderTask], ranks: int, sanity: int = 0, **options: Any) -> dict[str, Any]:
-    strategy = PipelineStrategy(**{"split_points": ["net.deep"], "num_micro_batches": 4, **options})
-    return trained(cls, strategy, ranks, sanity=sanity)
+one_device = cache(trained)
 
 
 def test_stages_train_as_one_device(world2: World) -> None:
     reference = one_device(LadderTask)
-    results = world2.run(cut_quiet, LadderTask, 2, sanity=1)
+    results = world2.run(trained, LadderTask, 2, sanity=1)
     assert_same(results, reference)
     assert [result["num_validated"] for result in results] == 2 * [reference["num_validated"]], "steps leave traces"
     points = ["net.middle", "net.deep", "net.up"]
-    assert_same(world2.run(cut_quiet, LadderTask, 2, split_points=points, schedule="interleaved"), reference)
+    assert_same(world2.run(trained, LadderTask, 2, split_points=points, schedule="interleaved"), reference)
 
 
 @pytest.mark.parametrize(
-    ("cls", "options"),
-    [
-        (Whole, {"module": "", "split_points": ["head"]}),
-        (Whole, {"module": ""}),
-        (LadderLate, {}),
-    ],
-    ids=["head", "whole", "configure_model"],
+    ("cls", "options"), [(Whole, {"module": "", "split_points": ["head"]}), (Whole, {"module": ""}), (LadderLate, {})]
 )
 def test_other_modules_are_cut(cls: type[LadderTask], options: dict[str, Any], world2: World) -> None:
     """The LightningModule itself, and one that is built by configure_model, whose whole weights are on rank 0."""
-    results = world2.run(cut_quiet, cls, 2, **options)
+    results = world2.run(trained, cls, 2, **options)
     assert_same(results[:1] if cls is LadderLate else results, one_device(cls))
-
-
-def test_two_pipelines_side_by_side(world4: World) -> None:
-    reference = one_device(LadderTask)
-    for result in world4.run(cut_quiet, LadderTask, 4, pipeline_parallel_size=2):
-        assert_same_weights(result, reference)

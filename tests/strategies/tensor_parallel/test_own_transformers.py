@@ -1,12 +1,13 @@
 """Blocks are found in models as a course writes them, and in those of Hugging Face, as they stand."""
 
-# ruff: noqa: N803, N806 - names as in courses
+# ruff: noqa: N806 - names as in courses
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,27 +33,13 @@ from tests.strategies.tensor_parallel.language import (
     fused,
     text,
 )
-from tests.strategies.tensor_parallel.test_tensor_split import FOUND, MODELS
+from tests.strategies.tensor_parallel.test_tensor_split import MODELS
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Of (batch, length, heads, of a head) each."""
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-
-class Fused(nn.Module):
-    """One projection of queries, keys and values, and a width that the input says."""
-
-    def __init__(self, D: int, h: int) -> None:
-        super().__init__()
-        self.h = h
-        self.qkv, self.proj = nn.Linear(D, 3 * D), nn.Linear(D, D)
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, D = x.shape
-        q, k, v = self.qkv(x).view(B, T, 3, self.h, D // self.h).unbind(2)
-        return self.proj(attend(q, k, v).reshape(B, T, D))  # type: ignore[no-any-return]
 
 
 class OnlyHeadDim(nn.Module):
@@ -69,21 +56,21 @@ class OnlyHeadDim(nn.Module):
 
 
 class Separate(nn.Module):
-    """Three projections, and scores by hand."""
+    """Three projections, and scores by hand; an attribute counts the heads."""
 
-    def __init__(self, d_model: int, heads: int) -> None:
+    def __init__(self, d_model: int, heads: int, counted_by: str = "heads") -> None:
         super().__init__()
-        self.heads = heads
+        self.counted_by = counted_by
+        setattr(self, counted_by, heads)
         self.q, self.k, self.v = (nn.Linear(d_model, d_model) for _ in range(3))
         self.proj = nn.Linear(d_model, d_model)
         self.register_buffer("mask", torch.tril(torch.ones(LENGTH, LENGTH)).bool())
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, D = x.shape
-        q, k, v = (
-            layer(x).view(B, T, self.heads, D // self.heads).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
-        scores = q @ k.transpose(-2, -1) / (D // self.heads) ** 0.5
+        heads = attrgetter(self.counted_by)(self)
+        q, k, v = (layer(x).view(B, T, heads, D // heads).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        scores = q @ k.transpose(-2, -1) / (D // heads) ** 0.5
         scores = scores.masked_fill(~self.mask[:T, :T], float("-inf"))
         y = (F.softmax(scores, dim=-1) @ v).transpose(1, 2).contiguous().view(B, T, D)
         return self.proj(y)  # type: ignore[no-any-return]
@@ -93,21 +80,9 @@ class Grouped(Separate):
     """An attribute ``h`` is the width, and the config counts the heads."""
 
     def __init__(self, d_model: int, heads: int) -> None:
-        super().__init__(d_model, heads)
+        super().__init__(d_model, heads, "h")
         self.h, self.config = d_model, SimpleNamespace(num_attention_heads=heads)
-        del self.heads
-
-    def __getattr__(self, name: str) -> Any:
-        return self.config.num_attention_heads if name == "heads" else super().__getattr__(name)
-
-
-class Uncounted(Separate):
-    def __init__(self, d_model: int, heads: int) -> None:
-        super().__init__(d_model, heads)
-        self.nh = self.__dict__.pop("heads")
-
-    def __getattr__(self, name: str) -> Any:
-        return self.nh if name == "heads" else super().__getattr__(name)
+        self.counted_by = "config.num_attention_heads"
 
 
 class Flat(nn.Module):
@@ -128,17 +103,16 @@ class Flat(nn.Module):
         return x + self.fc2(F.gelu(self.fc1(self.ln2(x))))  # type: ignore[no-any-return]
 
 
+def language(attention: Callable[[int, int], nn.Module]) -> nn.Module:
+    return Language(*(Block(attention(WIDTH, HEADS), FeedForward(nn.GELU())) for _ in range(2)))
+
+
 OWN: dict[str, Callable[[], nn.Module]] = {
-    "fused, h": lambda: Block(Fused(WIDTH, HEADS), FeedForward(nn.GELU())),
-    "separate": lambda: Block(Separate(WIDTH, HEADS), FeedForward(nn.GELU())),
-    "counted by a config": lambda: Block(Grouped(WIDTH, HEADS), FeedForward(nn.GELU())),
-    "flat": lambda: Flat(WIDTH, HEADS),
+    "separate": partial(language, Separate),
+    "counted by a config": partial(language, Grouped),
+    "flat": lambda: Language(Flat(WIDTH, HEADS), Flat(WIDTH, HEADS)),
 }
 OWN_FOUND = {"vocabulary": 1, "attention": 2, "first, second": 2}
-
-
-def language(block: Callable[[], nn.Module]) -> nn.Module:
-    return Language(block(), block())
 
 
 def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: Any = torch.optim.SGD) -> SplitPlan:
@@ -155,10 +129,7 @@ def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: An
     return SplitLayers(task, group, plan).decide(step, optimizers, rtol=0.0, proves=False)
 
 
-MODELS_AND_BLOCKS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
-    **{name: (MODELS[name], found) for name, found in FOUND.items()},
-    **{name: (partial(language, block), OWN_FOUND) for name, block in OWN.items()},
-}
+MODELS_AND_BLOCKS = {**MODELS, **{name: (model, OWN_FOUND) for name, model in OWN.items()}}
 
 
 @pytest.mark.parametrize("name", MODELS_AND_BLOCKS)
@@ -173,10 +144,10 @@ def test_blocks_are_found(name: str) -> None:
         assert [each.names for each in plan.whole] == ["model.blocks.2.(first, second)"]
 
 
-@pytest.mark.parametrize("attention", [OnlyHeadDim, Uncounted])
-def test_a_whole_attention_is_told_what_to_change(attention: type[nn.Module]) -> None:
+@pytest.mark.parametrize("attention", [OnlyHeadDim, partial(Separate, counted_by="nh")])
+def test_a_whole_attention_is_told_what_to_change(attention: Callable[[int, int], nn.Module]) -> None:
     words = "no attribute of model.blocks.*.attention counts the heads: store their number in __init__, as self.num_h"
-    plan = planned(partial(language, lambda: Block(attention(WIDTH, HEADS), FeedForward(nn.GELU()))))
+    plan = planned(partial(language, attention))
     assert [row.shape for row in plan.blocks] == ["vocabulary", "first, second"]
     (row,) = plan.whole
     assert (row.shape, row.num_blocks) == ("attention", 2)

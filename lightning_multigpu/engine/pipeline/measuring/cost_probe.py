@@ -23,7 +23,7 @@ from torch import Tensor
 from lightning_multigpu.communication.metering.clocks import CoreWait, synchronise, timed
 from lightning_multigpu.engine.activation_checkpointing import recomputed, safe_inputs
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.gradient_check import without_gradients
+from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,

@@ -7,18 +7,19 @@ cut into micro-batches, these must add up to it::
     stages      step, step                            gradients ---+
                                                                    equal, on the first and on the second step
     one device  step, step                            gradients ---+
-                losses and gradients of parts against those of the batch: a loss must not couple samples
+                parts against the whole batch: changes of parameters, what a part keeps for the next one, losses, and
+                gradients: a loss must not couple samples
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
@@ -28,26 +29,18 @@ from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from lightning_multigpu._lightning_internals import attributes_of_lightning
-from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.gradient_check import (
-    SMALLEST,
-    GradientCheck,
-    GradientFinding,
+from lightning_multigpu.engine.micro_batches import cloned, disagreement, moved, signature_of, split_batch
+from lightning_multigpu.engine.parity import (
     Gradients,
-    Verdict,
+    SumCheck,
+    are_finite,
+    difference,
+    lack_of_memory,
     moved_weights,
-    norm_of,
+    rounding_of,
     take_gradients,
     without_gradients,
-)
-from lightning_multigpu.engine.micro_batches import (
-    cloned,
-    disagreement,
-    moved,
-    relative_tolerance,
-    signature_of,
-    split_batch,
 )
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.stages.layer_interception import LayerInterception
@@ -60,9 +53,8 @@ from lightning_multigpu.engine.step_state import (
     set_random_state,
     without_differentiation,
 )
-from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import mark
-from lightning_multigpu.strategies.steps.dry_run import gradient_rtol, precision_dtypes, unlogged_loss, without_trace
+from lightning_multigpu.strategies.steps.dry_run import rounding, unlogged_loss, without_trace
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline, TrainingBatch
@@ -71,6 +63,32 @@ _NOT_PROVED = "Whether the first steps equal those of one device is not proved"
 _ONCE_A_BATCH = (
     "Change it in on_train_batch_start or on_train_batch_end(outputs, batch, batch_idx), which every stage calls once "
     "a batch, with the loss of the whole batch"
+)
+_CAUSES = {
+    "again": "training_step or a layer changes {kept}: layers under activation_checkpointing run again in backward, "
+    f"after the change. Leave out those that keep values. {_ONCE_A_BATCH}",
+    "first step": "Layers keep a value for the rest of the step, as an attribute or by a hook (router logits, for "
+    "example), which other stages do not get; the step changes {kept}. Let the layer return the value with its "
+    f"output, and the later layers pass it on, as in x, own = layer(x, own). {_ONCE_A_BATCH}",
+    "stages": "training_step changes {kept} for the next step, and with {stages} stages a rank runs the beginning of "
+    f"the step as often. {_ONCE_A_BATCH}, or use schedule='1f1b'",
+    "next step": "training_step changes {kept} for the next step where only one stage runs it, so that other stages "
+    f"use an old value. {_ONCE_A_BATCH}; a value that only one layer uses can also be kept in that layer",
+    "coupled": "Training in micro-batches would follow other gradients than one device's, as with the balancing loss "
+    "of a mixture of experts, a contrastive loss, or mixup within the step. Pass num_micro_batches=1; mix samples in "
+    "on_after_batch_transfer, which gets whole batches; or accept the difference by verify_steps=0",
+    "own changes": "the step changes {kept} by itself, and with num_micro_batches={parts} these follow from "
+    "micro-batches, where one device takes the whole batch: as where a layer sets itself up from its first batch "
+    "(ActNorm, scales of a quantised layer), or a step updates an average of weights. Pass num_micro_batches=1; set "
+    "the layer up before the fit, by a forward pass of the whole first batch; or make the change in "
+    "on_train_batch_start, which comes once a batch",
+    "kept": "the loss of a step depends on values that the previous step has kept ({kept}), and with "
+    f"num_micro_batches={{parts}} every stage runs the step as often for a batch. {_ONCE_A_BATCH}, or pass "
+    "num_micro_batches=1",
+}
+_RANDOM_LOSSES = (
+    "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws random "
+    "numbers in evaluation mode too, or does not return a loss there"
 )
 _COPIES = 4
 """Of the model, that have to fit into the memory: weights, their moved values, and the gradients of both ways."""
@@ -89,8 +107,8 @@ class Proof:
         self._pipeline, self._model = pipeline, pipeline.model
         self._one, self._batch, self._others = one, batch, batch.others
         self._parts = split_batch(batch.whole, len(batch.parts))  # again: a step may change lists in its micro-batch
-        model = self._model
-        self._runner = pipeline.new_runner(Recorder(model.meter, model.device))
+        self._runner = pipeline.new_runner(Recorder(self._model.meter, self._model.device))
+        self._rtol = rounding(self._model.module, self._model.device).gradients
 
     def run(self) -> str:
         """Ends the run, on every stage, if its steps would not equal those of one device; a collective.
@@ -105,52 +123,46 @@ class Proof:
         group, module = self._model.group, self._model.module
         trained = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
         with without_trace(module), self._model.meter.unrecorded():
-            is_open = self._compare_steps()
-            found: tuple[Exception | None, str] = (None, "")
-            if self._one is not None and len(self._parts) > 1 and not is_open:
+            error, line = self._compare_steps()
+            if self._one is not None and len(self._parts) > 1 and not (error or line):
                 try:
-                    found = None, self._compare_sums(self._one)
+                    line = self._compare_parts(self._one)
                 except (PipelineError, ValueError) as problem:  # for all stages
-                    found = problem, ""
-            error, line = group.from_last(found)
+                    error = problem
+            error, line = group.from_last((error, line))
             group.finish()
         for parameter, is_trained in trained:  # a step may freeze layers
             parameter.requires_grad_(is_trained)
         if error is not None:
             raise error
-        return line or (is_open and f"{_NOT_PROVED}: {is_open}.")
+        return line and f"{line}."
 
     # The stages and one device
 
-    def _compare_steps(self) -> str:
-        """Compares steps; returns why that cannot be told, or nothing; a collective, also if steps differ."""
-        model = self._model
-        held = {
+    def _compare_steps(self) -> tuple[Exception | None, str]:
+        """Compares steps; returns how they differ, and why that cannot be told; a collective, also if they differ."""
+        model, one, axis = self._model, self._one, self._pipeline.tensor_axis
+        held: dict[str, Any] = {
             holding.name: holding.tensor
             for holding in model.ownership.holdings
             if model.ownership.position in holding.holders and holding.is_parameter
         }
-        trained = {name: parameter for name, parameter in held.items() if parameter.requires_grad}
-        found: tuple[str | None, str] = None, ""
-        axis = self._pipeline.tensor_axis
-        moved = moved_weights(trained, rank=0 if axis is None else axis.group.rank)  # type: ignore[arg-type]
+        moved = moved_weights(held, rank=0 if axis is None else axis.group.rank)
+        found: tuple[Exception | None, str] = None, ""
         # What the steps leave in the copy must not hide from the next checks how a layer is set up by its first batch.
-        with nullcontext() if self._one is None else preserved_state(self._one.module):
-            with preserved_values(held.values()), moved, without_gradients(held.values()):  # type: ignore[arg-type]
+        with nullcontext() if one is None else preserved_state(one.module):
+            with preserved_values(held.values()), moved, without_gradients(held.values()):
                 self._load()
                 for step in range(self._pipeline.options.verify_steps):
-                    self._train(step)
-                    gradients = self._whole_gradients()
-                    if self._one is not None:
-                        found = self._difference(self._one, gradients, step)
+                    gradients = self._of_stages(step)
+                    if one is not None:
+                        found = self._compare_step(one, gradients, step)
                     model.group.finish()
-                    problem, is_open = model.group.from_last(found)
-                    if problem is not None:
-                        raise PipelineError(problem)
-                    if is_open:
+                    found = model.group.from_last(found)
+                    if any(found):
                         break
             self._load()
-        return is_open  # type: ignore[no-any-return]
+        return found
 
     def _load(self) -> None:
         state = self._pipeline.whole_weights(self._model.module.state_dict(), streams=False)
@@ -161,7 +173,11 @@ class Proof:
         trainer = self._model.module.trainer
         return (self._pipeline.seed, 3, step, trainer.current_epoch, trainer.fit_loop.batch_idx)
 
-    def _train(self, step: int) -> None:
+    def _of_stages(self, step: int) -> Gradients:
+        """On the last stage all gradients of a step, in host memory, zeros where there is none; a collective.
+
+        They travel as weights do, in the place of the weights. Parameters have none then.
+        """
         pipeline, model = self._pipeline, self._model
 
         def run(number: int) -> Any:
@@ -171,203 +187,132 @@ class Proof:
         self._runner.train(run, [signature_of(part) for part in self._parts], self._batch.scales, self._seed(step))
         pipeline.agreement.sums.sum_gradients(model.ownership.common())
         model.group.finish()
-
-    def _whole_gradients(self) -> Gradients:
-        """On the last stage all gradients, in host memory, zeros where there is none; parameters have none then.
-
-        They travel as weights do, in the place of the weights.
-        """
-        held = self._model.ownership.held()
+        held = model.ownership.held()
         weights = [parameter.data for parameter in held]
         try:
             for parameter in held:
                 gradient, parameter.grad = parameter.grad, None
                 found = torch.zeros_like(parameter.data) if gradient is None else gradient.detach()
                 parameter.data = found.to_dense() if found.is_sparse else found
-            state = self._pipeline.whole_weights(self._model.module.state_dict(), streams=False)
+            state = pipeline.whole_weights(model.module.state_dict(), streams=False)
         finally:
             for parameter, value in zip(held, weights, strict=True):
                 parameter.data = value
-        if not self._model.is_last:
+        if not model.is_last:
             return {}
         return {name: value.detach().to("cpu", copy=True) for name, value in state.items() if isinstance(value, Tensor)}
 
-    def _difference(self, one: WholeCopy, found: Gradients, step: int) -> tuple[str | None, str]:
-        """The message that gradients of a step differ from those of one device, and why that cannot be told."""
+    def _compare_step(self, one: WholeCopy, found: Gradients, step: int) -> tuple[Exception | None, str]:
+        """How gradients of a step differ from those of one device, and why that cannot be told."""
 
         def run(seed: int) -> Gradients:
-            one.backward(self._parts, self._others, self._batch.scales, self._seed(seed), self._runner.order)
-            return one.taken()
+            one.run(self._parts, self._others, self._seed(seed), self._batch.scales, self._runner.order)
+            return take_gradients(one.module)
 
         try:
-            if self._pipeline.tensor_axis is not None:  # whose ranks draw numbers of their own
+            if self._pipeline.tensor_axis is not None:
                 with preserved_state(one.module):
-                    drawn = run(step), run(-1 - step)
-                if self._wrong(one, *drawn)[0]:
-                    return None, "the step draws random numbers, of which ranks with parts of a layer draw their own"
+                    draws = difference(run(step), run(-1 - step), self._rtol)
+                if draws is not None:
+                    why = "the step draws random numbers, of which ranks with parts of a layer draw their own"
+                    return None, f"{_NOT_PROVED}: {why}"
             expected = run(step)
         except Exception as error:  # whatever the user's code raises: the stages have run it
-            return None, f"a copy of the module does not run ({type(error).__name__}: {error})"
+            return None, f"{_NOT_PROVED}: a copy of the module does not run ({type(error).__name__}: {error})"
         # Frozen parameters, perhaps of integers, and buffers have no gradients.
-        found = {name: g for name, g in found.items() if name in expected or one.is_trained(name)}
-        if not all(torch.isfinite(gradient).all() for gradient in (*found.values(), *expected.values())):
-            return None, "gradients of the first batch are not finite"
-        wrong, difference, rtol = self._wrong(one, found, expected)
-        if not wrong:
+        trained = {name for name, parameter in one.parameters.items() if parameter.requires_grad}
+        found = {name: gradient for name, gradient in found.items() if name in trained or name in expected}
+        if not are_finite(found, expected):
+            return None, f"{_NOT_PROVED}: gradients of the first batch are not finite"
+        differs = difference(found, expected, self._rtol)
+        if differs is None:
             return None, ""
+        stages = self._pipeline.options.num_stages_of_rank
+        cause = "first step" if step == 0 else "stages" if stages > 1 else "next step"
+        cause = _CAUSES["again" if self._pipeline.recompute else cause].format(kept=one.kept, stages=stages)
         number = ("first", "second", "third")[min(step, 2)]
-        return (
-            f"training would follow other gradients than one device's: in a dry run of the {number} "
-            f"step those of {len(wrong)} parameters differ, most of {wrong[0]!r} (relative difference "
-            f"{difference:.2g}, rounding explains {rtol:.0e}). {self._cause(one, step)}",
-            "",
-        )
-
-    def _wrong(self, one: WholeCopy, found: Gradients, expected: Gradients) -> tuple[list[str], float, float]:
-        """The parameters whose gradients differ, the most first; its relative difference; what rounding explains."""
-        rtol = gradient_rtol(self._model.module, self._model.device)
-        norms = {name: max(norm_of(found.get(name)), norm_of(expected.get(name))) for name in {**found, **expected}}
-        smallest = SMALLEST * max(norms.values(), default=0.0)
-        errors = {
-            name: norm_of(found.get(name), expected.get(name)) / max(norms[name], smallest, 1e-300) for name in norms
-        }
-        wrong = sorted((name for name in errors if errors[name] > rtol), key=lambda name: -errors[name])
-        return wrong, errors[wrong[0]] if wrong else 0.0, rtol
-
-    def _cause(self, one: WholeCopy, step: int) -> str:
-        kept = ", ".join(one.changed) or "a value in an object that is no module"
-        if self._pipeline.recompute:
-            return (
-                f"training_step or a layer changes {kept}: layers under activation_checkpointing run again in "
-                f"backward, after the change. Leave out those that keep values. {_ONCE_A_BATCH}"
-            )
-        if step == 0:
-            return (
-                f"Layers keep a value for the rest of the step, as an attribute or by a hook (router logits, for "
-                f"example), which other stages do not get; the step changes {kept}. Let the layer return the value "
-                f"with its output, and the later layers pass it on, as in x, own = layer(x, own). {_ONCE_A_BATCH}"
-            )
-        if (stages := self._pipeline.options.num_stages_of_rank) > 1:
-            return (
-                f"training_step changes {kept} for the next step, and with {stages} stages a rank runs the beginning "
-                f"of the step as often. {_ONCE_A_BATCH}, or use schedule='1f1b'"
-            )
-        return (
-            f"training_step changes {kept} for the next step where only one stage runs it, so that other stages use an "
-            f"old value. {_ONCE_A_BATCH}; a value that only one layer uses can also be kept in that layer"
-        )
+        text = "training would follow other gradients than one device's: in a dry run of the"
+        return PipelineError(f"{text} {number} step those of {differs}. {cause}"), ""
 
     # The parts of a batch and the batch, on one device
 
-    def _compare_sums(self, one: WholeCopy) -> str:
+    def _compare_parts(self, one: WholeCopy) -> str:
         """A line for the user about what cannot be told, or nothing; raises as :meth:`run`; no collective."""
-        self._check_parameters(one)
-        with moved_weights({name: p for name, p in one.parameters.items() if p.requires_grad}):
-            self._check_parameters(one)  # two weights that begin as equals have an average that does not change
+        # Two weights that begin as equals have an average that does not change; one that begins at 0 may be set up.
+        for moves in (nullcontext(), moved_weights(one.parameters)):
+            with moves:
+                self._check_changes(one)
         try:
-            return self._sums(one)
-        except ValueError:
-            if not self._add_up_once_set_up(one):
-                raise
-        kept = ", ".join(one.changed) or "an object that is no module"
-        raise ValueError(self._other_changes(f"values that it keeps ({kept})"))
+            return self._check_sums(one)
+        except ValueError as error:
+            problem = error
+            with preserved_state(one.module), suppress(Exception):
+                self._losses(one, [self._batch.whole], 6)  # which sets the module up
+                self._check_sums(one)
+                problem = self._own_changes(f"values that it keeps ({one.kept})")
+            raise problem from None
 
-    def _check_parameters(self, one: WholeCopy) -> None:
+    def _losses(self, one: WholeCopy, parts: Sequence[Any], *seed: int) -> list[Tensor]:
+        """The losses of parts in turn, forward only; empty if the step needs gradients, or returns no loss."""
+        try:
+            with torch.no_grad():
+                losses = one.run(parts, self._others, (self._pipeline.seed, *seed))
+        except Exception:  # whatever the user's code raises
+            return []
+        are_losses = all(isinstance(each, Tensor) and each.numel() == 1 and each.is_floating_point() for each in losses)
+        return losses if are_losses else []
+
+    def _check_changes(self, one: WholeCopy) -> None:
         """Checks that micro-batches leave parameters with the values that their batch leaves.
 
         Where a step applies the same change again (a norm, a limit), parts and the batch leave the same values.
         """
-        before = {name: _wide(parameter) for name, parameter in one.parameters.items()}
-        left: list[dict[str, Tensor]] = []
-        try:
-            for parts in ([self._batch.whole], self._parts):
-                with preserved_state(one.module), preserved_values(one.parameters.values()), torch.no_grad():
-                    for number, part in enumerate(parts):
-                        one.loss(part, self._others, (self._pipeline.seed, 6, number))
-                    left.append({name: _wide(parameter) for name, parameter in one.parameters.items()})
-        except Exception:  # of a step that needs gradients
-            return
-        whole, apart = left
-        names = []
+        left = []
+        for parts in ([], [self._batch.whole], self._parts):
+            with preserved_state(one.module), preserved_values(one.parameters.values()):
+                if len(self._losses(one, parts, 6)) < len(parts):
+                    return
+                left.append({name: _wide(parameter) for name, parameter in one.parameters.items()})
+        before, whole, apart = left
         for name, value in whole.items():
-            limit = 1e-2 * _max(value - before[name]) + 8 * _eps(one.parameters[name]) * _max(value)
+            limit = 1e-2 * _max(value - before[name]) + _rounding(one.parameters[name]) * _max(value)
             if not torch.allclose(apart[name], value, rtol=0.0, atol=limit, equal_nan=True):
                 owner = one.module.get_submodule(name.rpartition(".")[0])
-                names.append(f"parameter {name} of {type(owner).__name__}")
-        if names:
-            raise ValueError(self._other_changes(", ".join(names[:3]) + (" and others" if names[3:] else "")))
+                raise self._own_changes(f"parameter {name} of {type(owner).__name__}")
 
-    def _other_changes(self, what: str) -> str:
-        return (
-            f"the step changes {what} by itself, and with num_micro_batches={self._pipeline.num_micro_batches} these "
-            "follow from micro-batches, where one device takes the whole batch: as where a layer sets itself up from "
-            "its first batch (ActNorm, scales of a quantised layer), or a step updates an average of weights. Pass "
-            "num_micro_batches=1; set the layer up before the fit, by a forward pass of the whole first batch; or make "
-            "the change in on_train_batch_start, which comes once a batch"
-        )
+    def _own_changes(self, what: str) -> ValueError:
+        return ValueError(_CAUSES["own changes"].format(kept=what, parts=self._pipeline.num_micro_batches))
 
-    def _add_up_once_set_up(self, one: WholeCopy) -> bool:
-        """Whether losses and gradients add up if the module has seen the whole batch: its first one sets it up."""
-        try:
-            with preserved_state(one.module):
-                with torch.no_grad():
-                    one.loss(self._batch.whole, self._others, (self._pipeline.seed, 6, 0))
-                self._sums(one)
-        except Exception:  # of either
-            return False
-        return True
-
-    def _sums(self, one: WholeCopy) -> str:
-        """As :meth:`_compare_sums`, from the state that the copy has."""
+    def _check_sums(self, one: WholeCopy) -> str:
+        """As :meth:`_compare_parts`, from the state that the copy has."""
         self._check_kept(one)
         is_random = self._check_losses(one)
-        finding = self._gradients(one)
-        if finding is not None and finding.verdict == Verdict.COUPLED:
-            raise ValueError(
-                f"training_step couples the samples of a batch: {finding.describe()}. Training in micro-batches would "
-                "follow other gradients than one device's, as with the balancing loss of a mixture of experts, a "
-                "contrastive loss, or mixup within the step. Pass num_micro_batches=1; mix samples in "
-                "on_after_batch_transfer, which gets whole batches; or accept the difference by verify_steps=0"
-            )
-        if is_random:
-            return (
-                "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws "
-                "random numbers in evaluation mode too, or does not return a loss there."
-            )
-        if finding is None or finding.verdict == Verdict.UNCLEAR:
-            why = "its micro-batches do not count." if finding is None else "some of them are not finite."
-            return f"Whether the gradients of micro-batches add up to those of their batch cannot be told: {why}"
-        if finding.verdict == Verdict.STATEFUL:
-            return (
-                "The module keeps values that each micro-batch changes and the next one trains with (as spectral norm, "
-                "codebooks and queues do). One device changes them once a batch, and trains a little differently."
-            )
-        return ""
+        pipeline, batch = self._pipeline, self._batch
+
+        def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
+            one.run(parts, self._others, (pipeline.seed, 5, seed), [weight * batch.multiplier for weight in weights])
+
+        traceless = partial(preserved_state, one.module)
+        check = SumCheck(one.module, run, traceless, pipeline.loss_reduction, self._rtol)
+        coupling, line = check.find(batch.whole, len(self._parts))
+        if coupling:
+            raise ValueError(f"training_step couples the samples of a batch: {coupling}. {_CAUSES['coupled']}")
+        return _RANDOM_LOSSES if is_random else line
 
     def _check_kept(self, one: WholeCopy) -> None:
         """Checks that the loss of a step depends on no value but buffers that the step before has kept."""
-        module = one.module
-        buffers = [buffer.clone() for buffer in module.buffers()]
-
-        def loss() -> Any:
-            return one.loss(self._parts[0], self._others, (self._pipeline.seed, 4))
-
-        try:
-            with preserved_state(module), torch.no_grad():
-                first = loss()
-                for buffer, value in zip(module.buffers(), buffers, strict=True):
+        buffers = [buffer.clone() for buffer in one.module.buffers()]
+        with preserved_state(one.module):
+            first = self._losses(one, self._parts[:1], 4)
+            with torch.no_grad():
+                for buffer, value in zip(one.module.buffers(), buffers, strict=True):
                     buffer.copy_(value)
-                second = loss()
-        except Exception:  # of a step that needs gradients, as a penalty on them does
-            return
-        if not (_is_loss(first) and _is_loss(second)) or _same(first, second):
-            return
-        kept = ", ".join(one.changed) or "an object that is no module, such as a generator"
-        raise PipelineError(
-            f"the loss of a step depends on values that the previous step has kept ({kept}), and with "
-            f"num_micro_batches={self._pipeline.num_micro_batches} every stage runs the step as often for a batch. "
-            f"{_ONCE_A_BATCH}, or pass num_micro_batches=1"
-        )
+            second = self._losses(one, self._parts[:1], 4)
+        for a, b in zip(first, second, strict=False):  # both, or a step that needs gradients, as a penalty on them does
+            rtol = _rounding(a) if a.device.type == "cpu" else rounding_of([a.dtype], a.device).losses
+            if not torch.allclose(a, b, rtol=rtol, atol=0.0, equal_nan=True):
+                parts = self._pipeline.num_micro_batches
+                raise PipelineError(_CAUSES["kept"].format(kept=one.kept, parts=parts))
 
     def _check_losses(self, one: WholeCopy) -> bool:
         """Checks that losses add up; returns whether random numbers leave it open.
@@ -375,60 +320,26 @@ class Proof:
         They are computed forward only and in evaluation mode: dropout draws other numbers for a whole batch than for
         its parts, and BatchNorm's statistics of a part differ from those of the batch, as documented.
         """
-        module = one.module
 
-        def losses_of(attempt: int) -> list[Any]:
+        def losses_of(attempt: int) -> list[Tensor]:
             found = []
             for number, part in enumerate((self._batch.whole, *self._parts)):
-                with preserved_state(module):
-                    module.eval()
-                    try:
-                        found.append(one.loss(part, self._others, (self._pipeline.seed, 2, attempt, number)))
-                    except Exception:  # a step may work in training mode only
-                        found.append(None)
+                with preserved_state(one.module):
+                    one.module.eval()
+                    found += self._losses(one, [part], 2, attempt, number)
             return found
 
-        with torch.no_grad():
-            losses = losses_of(0)
-            message = self._disagreement(losses)
-            if message is not None and all(map(_is_loss, losses)) and _all_equal(losses, losses_of(1)):
-                raise ValueError(message)
-        return message is not None
-
-    def _disagreement(self, losses: list[Any]) -> str | None:
-        """The message about losses that do not add up; None if they do."""
-        if not all(map(_is_loss, losses)):
-            return "no loss"
-        whole, *rest = (float(loss) for loss in losses)
-        if not torch.isfinite(losses[0]).all():
-            return None
-        module, reduction = self._pipeline.model.module, self._pipeline.loss_reduction
-        dtypes = {loss.dtype for loss in losses} | {p.dtype for p in module.parameters() if p.is_floating_point()}
-        rtol = relative_tolerance(sorted(dtypes | precision_dtypes(module), key=str), losses[0].device.type)
-        given = getattr(reduction, "__name__", "a function") if callable(reduction) else repr(reduction)
-        samples = [leading_size(part) or 1 for part in self._parts]
-        return disagreement(whole, rest, self._batch.weights, samples, given=given, rtol=rtol)
-
-    def _gradients(self, one: WholeCopy) -> GradientFinding | None:
-        """Compares the gradients of two parts with those of both together, in training mode.
-
-        BatchNorm and dropout are in evaluation mode: their differences are known.
-        """
-        pipeline = self._pipeline
-
-        def run(parts: Sequence[Any], weights: Sequence[float], seed: int) -> None:
-            one.backward(parts, self._others, [w * self._batch.multiplier for w in weights], (pipeline.seed, 5, seed))
-
-        check = GradientCheck(
-            one.module,
-            one.parameters,
-            run,
-            traceless=lambda: preserved_state(one.module),
-            gather=lambda value: [value],
-            loss_reduction=pipeline.loss_reduction,
-            rtol=gradient_rtol(pipeline.model.module, pipeline.model.device),
-        )
-        return check.find(self._batch.whole, len(self._parts))
+        losses = losses_of(0)
+        if len(losses) <= len(self._parts):  # a step may work in training mode only
+            return True
+        rtol = rounding(self._model.module, losses[0].device, *(loss.dtype for loss in losses)).losses
+        found, weights = [*map(float, losses)], self._batch.weights
+        message = disagreement(found, self._parts, weights, self._pipeline.loss_reduction, rtol)
+        if message is None or not math.isfinite(found[0]):
+            return False
+        if repr(found) == repr([*map(float, losses_of(1))]):  # to the bit, NaN too
+            raise ValueError(message)
+        return True
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -440,27 +351,9 @@ def _max(tensor: Tensor) -> float:
     return float(tensor.abs().nan_to_num().max()) if tensor.numel() else 0.0
 
 
-def _eps(tensor: Tensor) -> float:
-    return torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
-
-
-def _same(loss: Tensor, other: Tensor) -> bool:
-    """Whether two losses may come from the same computation on one device."""
-    eps = torch.finfo(loss.dtype).eps
-    rtol = 8 * eps if loss.device.type == "cpu" else relative_tolerance([loss.dtype], loss.device.type)
-    return torch.allclose(loss, other, rtol=rtol, atol=0.0, equal_nan=True)
-
-
-def _is_loss(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
-
-
-def _all_equal(losses: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two runs gave the same losses, to the bit."""
-    return all(
-        _is_loss(a) and _is_loss(b) and torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
-        for a, b in zip(losses, others, strict=True)
-    )
+def _rounding(tensor: Tensor) -> float:
+    """The relative difference of values of the same computation on a CPU."""
+    return 8 * torch.finfo(tensor.dtype).eps if tensor.is_floating_point() or tensor.is_complex() else 0.0
 
 
 def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
@@ -472,8 +365,10 @@ def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
     if pipeline.tensor_axis is not None and pipeline.tensor_axis.is_split:
         return False, None
     with model.meter.unrecorded():
-        problem = model.group.from_last(lacks_memory(pipeline) if model.is_last else None)
-        if problem is None:
+        needed = _COPIES * sum(holding.tensor.nbytes for holding in model.ownership.holdings)
+        problem = lack_of_memory("a copy of the model with its gradients", needed, model.device)
+        problem = model.group.from_last(problem)  # in whose memory it would be
+        if not problem:
             values = {id(holding.tensor): value for holding, value in model.ownership.values_of_others()}
             if model.is_last:
                 try:
@@ -481,9 +376,9 @@ def copied(pipeline: RunningPipeline) -> tuple[bool, WholeCopy | None]:
                 except Exception as error:  # whatever an object in the module raises
                     problem = f"the module cannot be copied ({type(error).__name__}: {error})"
             problem = model.group.from_last(problem)
-    if problem is not None:
+    if problem:
         rank_zero_info(f"{_NOT_PROVED}: {problem}.")
-    return problem is None, one
+    return not problem, one
 
 
 class WholeCopy:
@@ -536,44 +431,44 @@ class WholeCopy:
                 if name in state:
                     tensor.copy_(state[name])
 
-    def loss(self, part: Any, others: Sequence[Any], seed: tuple[int, ...]) -> Any:
-        """The loss of the step for a copy of ``part``, whose random numbers follow from ``seed``."""
-        pipeline, self._seed = self._pipeline, seed
-        part = moved(cloned(part), 0, pipeline.options.batch_dim)
-        plugin, module = pipeline.strategy.precision_plugin, self.module
-        pipeline.in_step = True  # a metric gathers from the last stages, which all run this
-        try:
-            with preserved_random_state(self._device), self._layers.installed():
-                step = partial(unlogged_loss, plugin, module, partial(module.training_step, part, *others))
-                return self._layers.run((0, len(self._chain)), step, None)[1]
-        finally:
-            pipeline.in_step = False
-
-    def backward(
+    def run(
         self,
         parts: Sequence[Any],
         others: Sequence[Any],
-        scales: Sequence[float],
         seed: tuple[int, ...],
-        order: Sequence[int] | None = None,
-    ) -> None:
-        """Forward and backward of a batch in parts, each with the factor of its loss; adds to the gradients."""
-        before = self._marks()
-        for number in range(len(parts)) if order is None else order:
-            with without_gradients(self.parameters.values()):  # Lightning drops those that a step computes by itself
-                loss = self.loss(parts[number], others, (*seed, number))
-            if scales[number] and isinstance(loss, Tensor):
+        scales: Sequence[float] | None = None,
+        order: Sequence[int] = (),
+    ) -> list[Any]:
+        """The losses of copies of parts, in turn; random numbers follow from ``seed`` and the number of the part.
+
+        With ``scales``, the factors of the losses, it also runs backward, and adds to the gradients.
+        """
+        pipeline, module, before = self._pipeline, self.module, self._marks()
+        losses = []
+        for number in order or range(len(parts)):
+            self._seed = (*seed, number)
+            part = moved(cloned(parts[number]), 0, pipeline.options.batch_dim)
+            call = partial(module.training_step, part, *others)
+            step = partial(unlogged_loss, pipeline.strategy.precision_plugin, module, call)
+            # Lightning drops gradients that a step computes by itself.
+            own, draws = without_gradients(self.parameters.values()), preserved_random_state(self._device)
+            pipeline.in_step = True  # a metric gathers from the last stages, which all run this
+            try:
+                with own, draws, self._layers.installed():
+                    loss = self._layers.run((0, len(self._chain)), step, None)[1]
+            finally:
+                pipeline.in_step = False
+            if scales is not None and scales[number] and isinstance(loss, Tensor):
                 (loss * scales[number]).backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         after = self._marks()
         self.changed |= {name: None for name, found in after.items() if name not in before or before[name] != found}
+        return losses
 
-    def is_trained(self, name: str) -> bool:
-        return name in self.parameters and self.parameters[name].requires_grad
-
-    def taken(self) -> Gradients:
-        """The gradients, in host memory; they are taken from the parameters."""
-        taken = take_gradients(self.parameters)
-        return {name: value.to_dense() if value.is_sparse else value for name, value in taken.items()}
+    @property
+    def kept(self) -> str:
+        """What its steps have changed, for a message."""
+        return ", ".join(self.changed) or "a value in an object that is no module, such as a generator"
 
     def _begin_part(self, part: int) -> None:
         set_random_state(seed_of(*self._seed, part), self._device)
@@ -592,11 +487,3 @@ class WholeCopy:
                     inside = vars(value) if is_users(value) else value
                     marks[".".join(filter(None, ("self", name, key)))] = mark(inside)
         return marks
-
-
-def lacks_memory(pipeline: RunningPipeline) -> str | None:
-    """Why a copy of the whole model does not fit on this rank's device; None if it does."""
-    needed = _COPIES * sum(holding.tensor.nbytes for holding in pipeline.model.ownership.holdings)
-    device = pipeline.model.device
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    return None if needed <= free else f"a copy of the model with its gradients takes {size(needed)} of {size(free)}"

@@ -1,0 +1,78 @@
+"""Gradients of two ways are compared relative to their norms; rounding is no difference."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_multigpu.engine import parity
+from lightning_multigpu.engine.main_memory import MainMemory
+from lightning_multigpu.engine.parity import (
+    Difference,
+    Gradients,
+    are_finite,
+    difference,
+    lack_of_memory,
+    rounding_of,
+)
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ONES = torch.ones(4)
+
+
+def test_rounding_is_that_of_the_coarsest_type() -> None:
+    double, single, half = torch.float64, torch.float32, torch.bfloat16
+    assert rounding_of([double], CPU) == rounding_of([double], GPU) == (1e-5, 1e-8)
+    assert rounding_of([double, single], CPU) == (1e-4, 1e-5)
+    assert rounding_of([single, double], GPU) == (1e-2, 1e-3)
+    assert rounding_of([half, single], CPU) == rounding_of([torch.float16], GPU) == (1e-1, 2e-2)
+    assert rounding_of([], CPU) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"a": ONES}, {"a": ONES * 1.00009}),
+        ({}, {}),
+        ({"a": 0 * ONES}, {}),
+        ({"a": ONES, "b": 1e-8 * ONES}, {"a": ONES}),  # it may be only rounding beside the largest
+        ({"a": ONES.bfloat16()}, {"a": ONES.bfloat16()}),
+    ],
+)
+def test_what_rounding_explains_is_no_difference(found: Gradients, expected: Gradients) -> None:
+    assert difference(found, expected, 1e-4) is None
+    assert difference(expected, found, 1e-4) is None
+
+
+@pytest.mark.parametrize(
+    ("found", "worst"),
+    [
+        ({"a": ONES, "b": 1.001 * ONES, "c": 1.1 * ONES}, ("c", pytest.approx(0.1 / 1.1), 2)),
+        ({"a": ONES, "b": ONES}, ("c", 1.0, 1)),  # a missing one counts as zero
+        ({"a": ONES, "b": math.nan * ONES, "c": ONES}, ("b", math.inf, 1)),
+    ],
+)
+def test_the_parameter_that_differs_most_is_named(found: Gradients, worst: Any) -> None:
+    expected = dict.fromkeys("abc", ONES)
+    assert difference(found, expected, 1e-4) == (*worst, 1e-4)
+    assert are_finite(expected, found) is (worst[0] != "b")
+
+
+def test_parts_are_measured_by_the_whole_and_every_rank_knows_of_all() -> None:
+    part = {"a": ONES[:1]}
+    assert difference({"a": 1.1 * ONES[:1]}, part, 1e-4, norms={"a": 200.0}) == ("a", pytest.approx(5e-4), 1, 1e-4)
+    other = (100.0, {"b": (1.0, 2.0)})
+    assert difference(part, part, 1e-4, gather=lambda own: [own, other]) == ("b", 0.5, 1, 1e-4)
+    assert str(Difference("b", 0.5, 1, 1e-4)) == (
+        "1 parameters differ, most 'b' (relative difference 0.5, rounding explains 1e-04)"
+    )
+
+
+def test_a_container_has_no_more_memory_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The free memory of the host was asked: a copy of a model that did not fit into the container ended the run."""
+    monkeypatch.setattr(parity, "host_memory", lambda: MainMemory("container", 3_000_000, 9_000_000))
+    assert lack_of_memory("a copy", 7_000_000, CPU) == "a copy would take 7.00 MB of 6.00 MB"
+    assert not lack_of_memory("a copy", 5_000_000, CPU)
