@@ -1,9 +1,9 @@
 """Compares the step time that a diagnosis predicts with that after its remedy.
 
 ``python -m benchmarks.diagnosis`` makes runs that have one fault each, at two magnitudes: a slow loader, a slow link
-between two emulated hosts (which needs root), under ring_ddp and under sync_ps, too few micro-batches of a pipeline. It
-prints the first finding and the prediction of one of its remedies, applies that remedy, and prints the step that is
-measured then. What computes sleeps, so that the machine need not be quiet.
+between two emulated hosts (which needs root), too few micro-batches of a pipeline. It prints the first finding and its
+prediction, applies the remedy, and prints the step that is measured then. What computes sleeps, so that the machine
+need not be quiet.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.heading import heading
-from lightning_multigpu import ParameterServerStrategy, PipelineStrategy, RingDDPStrategy
+from lightning_multigpu import PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.report.document import FILE_NAME
 
@@ -33,11 +32,8 @@ BATCH = 32
 CASES: dict[str, tuple[list[float], str]] = {
     "input": ([0.02, 0.06], "seconds to load a batch, beside a step of 40 ms"),
     "communication": ([1.0, 4.0], "million parameters, over 100 Mbit/s, beside a step of 40 ms"),
-    "sync_ps to ring_ddp": ([1.0, 4.0], "million parameters to a server over 100 Mbit/s, beside a step of 40 ms"),
     "pipeline bubble": ([2, 4], "micro-batches, gpipe on 2 ranks, passes of 40 and 80 ms a batch"),
 }
-OTHER_REMEDIES = {"sync_ps to ring_ddp": 'strategy="ring_ddp"'}
-"""The remedy that is applied where it is not the first one: a text that is in it."""
 
 
 class Samples(Dataset[Tensor]):
@@ -97,7 +93,7 @@ def train(case: str, value: float, directory: str, *, remedied: bool) -> None:
     """One run; rank 0 leaves its profile in ``directory``."""
     torch.set_num_threads(1)
     strategy: Any = RingDDPStrategy(start_method="popen")
-    module = Net(0.0, 0.04, value * 1e6 if _on_two_hosts(case) else 0)
+    module = Net(0.0, 0.04, value * 1e6 if case == "communication" else 0)
     options: dict[str, Any] = {}
     if case == "pipeline bubble":
         factor = 4 if value == 2 else 2
@@ -105,8 +101,6 @@ def train(case: str, value: float, directory: str, *, remedied: bool) -> None:
         module = Net(0.04, 0.0, 0)
     elif case == "communication" and remedied:
         strategy = RingDDPStrategy(start_method="popen", compression="bf16")
-    elif case in OTHER_REMEDIES and not remedied:
-        strategy = ParameterServerStrategy()
     elif case == "input" and remedied:
         options = {"num_workers": 2, "persistent_workers": True}
     nodes = int(os.environ.get("NUM_NODES", "1"))
@@ -117,26 +111,12 @@ def train(case: str, value: float, directory: str, *, remedied: bool) -> None:
     ).fit(module, DataLoader(Samples(value if case == "input" else 0.0), batch_size=BATCH, **options))  # fmt: skip
 
 
-def _on_two_hosts(case: str) -> bool:
-    return case == "communication" or case in OTHER_REMEDIES
-
-
-def predicted_s_of(finding: dict[str, Any], case: str) -> float:
-    """The step that is predicted with the remedy of the case."""
-    remedies = finding["remedy"].split(" Or: ")
-    place = next(i for i, remedy in enumerate(remedies) if OTHER_REMEDIES.get(case, "") in remedy)
-    if place == 0:
-        return float(finding["step_s"])
-    value, unit = re.findall(r", ([\d,.]+) (ms|s) a step predicted", remedies[place])[0]
-    return float(value.replace(",", "")) * {"ms": 1e-3, "s": 1.0}[unit]
-
-
 def profile_of(case: str, value: float, *, remedied: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as directory:
         arguments = ["--case", case, "--value", str(value), "--directory", directory, *["--remedied"] * remedied]
         command = [sys.executable, "-m", "benchmarks.diagnosis", *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        if _on_two_hosts(case):
+        if case == "communication":
             emulate = ("emulate", "--nodes", "2", "--devices", "1", "--bandwidth", "100mbit", "--burst", "64kb", "--")
             command = [sys.executable, "-m", "lightning_multigpu", *emulate, *command]
             environment["NUM_NODES"] = "2"
@@ -166,7 +146,7 @@ def main() -> None:
             for value in values:
                 before = profile_of(case, value, remedied=False)
                 finding = before["findings"][0]
-                predicted_s = predicted_s_of(finding, case)
+                predicted_s = float(finding["step_s"])
                 print(f"{case:20s} {value:8g} {1e3 * before['step_s']:8.1f} {1e3 * predicted_s:9.1f} ", end="",
                       flush=True)  # the prediction is there before the remedy runs # fmt: skip
                 measured_s = profile_of(case, value, remedied=True)["step_s"]

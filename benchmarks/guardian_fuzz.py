@@ -38,7 +38,7 @@ _JOIN = "client.join_hosts('127.0.0.1', {port}, node_rank={node}, secret={secret
 _WAITS = "sys.stdin.readline(); client.leave()"
 _KINDS = (
     *("hello", "welcome", "refused", "leave", "at end", "joined", "joining", "failed"),
-    *("failure", "alive", "done", "end now", "all at end", "view", "waiting"),
+    *("failure", "alive", "done", "end now", "all at end", "view", "quiet"),
 )  # fmt: skip
 _FIELDS = ("secret", "rank", "node_rank", "host", "num_nodes", "failure", "limit_s", "pid", "slot", "num_slots")
 _ODD: tuple[Any, ...] = (

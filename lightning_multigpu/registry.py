@@ -64,32 +64,31 @@ class StrategyRow:
 
 _RING_DDP: dict[str, Any] = {
     "compute": "all ranks, each on its share of the batch",
-    "gradients": "inside a host through shared memory, between hosts around a ring (reduce-scatter, then all-gather), "
-    "while backward still runs",
-    "model": "broadcast once at the start; every rank applies the same update",
+    "gradients": "during backward, through shared memory inside a host, around a ring between hosts",
+    "model": "broadcast at the start; every rank makes the same update",
     "bytes_per_step": "2(n-1)/n x S sent by each node; S written to shared memory by each rank",
     "transport": "collectives",
 }
 
 _DDP_SHARDED: dict[str, Any] = {
     "compute": "all ranks, each on its share of the batch; each updates the parameters that it owns",
-    "gradients": "each to the rank that owns its parameter, while backward still runs",
-    "model": "after each update, from the rank that owns a parameter to all others",
+    "gradients": "during backward, each to the rank that owns its parameter",
+    "model": "after each update, from the owners to all ranks",
     "bytes_per_step": "S sent by each rank: (N-1)/N x S of gradients, S/N of new weights",
     "transport": "messages",
 }
 
 _PARAMETER_SERVER: dict[str, Any] = {
     "compute": "all ranks, each on its share of the batch; the servers average and update",
-    "gradients": "from each rank to the servers, while backward still runs",
-    "model": "from the servers to each rank after each update",
-    "bytes_per_step": "S sent and S received by each rank; N x S / K received and sent by each of K servers",
+    "gradients": "during backward, from each rank to the servers",
+    "model": "after each update, from the servers to each rank",
+    "bytes_per_step": "S sent and received by each rank; N x S / K by each server",
     "transport": "servers",
 }
 
 _PIPELINE: dict[str, Any] = {
-    "gradients": "those of activations, from each stage to the stage before",
-    "model": "broadcast once at the start; each stage then keeps its layers",
+    "gradients": "those of activations, to the stage before",
+    "model": "broadcast at the start; each stage keeps its layers",
     "bytes_per_step": "A sent forward and A back at each of the P-1 cuts",
     "transport": "messages",
 }
@@ -128,8 +127,8 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         class_path="lightning_multigpu.DataParallelStrategy",
         summary="data parallel training in one process, which drives all devices of one machine",
         compute="one process: each device in a thread, on its share of the batch; the first one updates",
-        gradients="summed on the first device, after backward",
-        model="from the first device to the others, for each batch; on CPUs not at all",
+        gradients="after backward, summed on the first device",
+        model="for each batch, from the first device to the others; on CPUs not at all",
         bytes_per_step="(N-1) x S from the first of N devices and (N-1) x S back to it",
         transport="one process",
     ),
@@ -138,9 +137,9 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         class_path="lightning_multigpu.CPUParameterServerStrategy",
         summary="data parallel training, the optimizer on the host: its CPU averages gradients and updates the weights",
         compute="all ranks, each on its share of the batch; the host's CPU averages and updates",
-        gradients="device to host memory, which the ranks share",
-        model="host to device after each update",
-        bytes_per_step="S out and S in for each rank, in the host's memory; nothing on a network",
+        gradients="from devices to the host's memory",
+        model="after each update, from the host to devices",
+        bytes_per_step="S out and S in for each rank, in the host's memory",
         transport="host memory",
     ),
     StrategyRow(
@@ -208,19 +207,19 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         name="tensor_split",
         class_path="lightning_multigpu.TensorSplitStrategy",
         summary="each large layer split over all devices, which train on the same batch",
-        compute="all ranks, each on its part of each split layer; what is not split on every rank",
+        compute="each rank on its part of split layers; the rest on every rank",
         gradients="not at all",
-        model="broadcast once at the start; each rank then keeps its part of the split layers",
-        bytes_per_step="2(N-1)/N x A twice forward and twice back for each transformer block, inside its layers",
+        model="broadcast at the start; each rank keeps its part of split layers",
+        bytes_per_step="2(N-1)/N x A twice forward and twice back for each transformer block",
         transport="collectives",
     ),
     StrategyRow(
         name="hybrid",
         class_path="lightning_multigpu.HybridStrategy",
         summary="pipelines side by side, with the layers of each stage split over devices: three sizes of a mesh",
-        compute="each pipeline on its share of the batch, its stages at once; each rank on its part of split layers",
-        gradients="between pipelines those of each rank's part, around a ring; between stages those of activations",
-        model="broadcast once at the start; each rank then keeps its part of its stage's layers",
+        compute="each pipeline on its share of the batch, each rank on its part of its stage's layers",
+        gradients="between pipelines those of a rank's part; between stages those of activations",
+        model="broadcast at the start; each rank keeps its part of its stage's layers",
         bytes_per_step="2(d-1)/d x S/(p t) between pipelines; A forward and A back at each of the p-1 cuts; inside "
         "layers as tensor_split with t ranks",
         transport="collectives and messages",

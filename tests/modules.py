@@ -78,22 +78,6 @@ class TwoOptimizers(L.LightningModule):
         return [torch.optim.Adam(self.first.parameters(), lr=0.1), torch.optim.SGD(self.second.parameters(), lr=0.3)]
 
 
-class WithBackbone(L.LightningModule):
-    """For BackboneFinetuning: its optimizer has what is trained at the start, and gets the backbone later."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(4)
-        self.backbone, self.head = nn.Linear(NUM_FEATURES, 5), nn.Linear(5, NUM_CLASSES)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        return nn.functional.cross_entropy(self.head(torch.tanh(self.backbone(x))), y)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.1)
-
-
 class ScalesWeights(Callback):
     """It changes weights in place, as every rank of stock DDP would for itself."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import preforked
 from tests.world import DeadlineError, LeakError, RankDiedError, World, init_group, rank
 
 
@@ -111,24 +108,3 @@ def test_what_a_call_leaves_behind_fails_it(own_world: World) -> None:
         own_world.run(_leave_a_thread_and_a_file)
     assert "rank 0: thread 'lazy' still runs" in str(caught.value)
     assert "file left in the working directory: left.txt" in str(caught.value)
-
-
-def test_a_killed_session_leaves_no_ranks(tmp_path: Path) -> None:
-    """A test session that is killed cannot close its world: the ranks end by themselves."""
-    script = (
-        "import os, signal, time\n"
-        "from tests.world import World\n"
-        "world = World(1)\n"
-        "print(world.run(os.getpid)[0], flush=True)\n"
-        "world.run(time.sleep, 1000, timeout_s=2000)\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    command = [sys.executable, "-c", script]
-    with preforked.Process(command, stdout=subprocess.PIPE, text=True, env=environment) as session:
-        assert session.stdout is not None
-        pid = int(session.stdout.readline())
-        session.kill()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not Path(f"/proc/{pid}").exists()

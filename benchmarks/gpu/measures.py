@@ -328,7 +328,6 @@ def profiled_kernels(place: Place, *, name: str | None) -> str:
     for rank in profile["ranks"]:
         assert rank["launches"]["kernels"] > 0
         assert rank["launches"]["busy_s"] > 0
-        assert rank["memory"]["place"] == "GPU", rank["memory"]
         # The kernels of a lone tiny model take a microsecond each: none is among the longest operators.
         assert ranks == 1 or any(gpu_s for *_, gpu_s in rank["operators"]), rank["operators"]
     assert ranks == 1 or "on the GPU" in page

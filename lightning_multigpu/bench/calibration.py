@@ -2,7 +2,7 @@
 
 ::
 
-    kernels       products, memory, optimizer steps     1, 2 .. N ranks at once
+    kernels       products, memory, compression         1, 2 .. N ranks at once
     collectives   all_reduce, send_recv by size         fitted: latency, bandwidth, bend
     references    a tiny, a deep and a large model      what a step takes beyond its formula: a fixed time, a time for
                   under each strategy, in turn          each tensor, how much longer transfers take or how few hide
@@ -111,16 +111,13 @@ def with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine:
     nodes = hosts.placement.num_nodes
     shares = nodes > 1 and len(set(boots)) == 1 and bool(boots[0])
     alone = seconds[1]
-    best: dict[str, float] = {}
-    for name, took in alone.items():
-        if name.startswith("matmul"):
-            _, dtype, size = name.split()
-            best[dtype] = max(best.get(dtype, 0.0), kernels.flops(int(size)) / took)
-    mixed = [f"matmul float32 {kernels.MATMUL_SIZES[-1]}", "stream"]
+    sizes = [int(name.split()[1]) for name in alone if name.startswith("matmul")]
+    best = max(kernels.flops(size) / alone[f"matmul {size}"] for size in sizes)
+    mixed = [f"matmul {kernels.MATMUL_SIZES[-1]}", "stream"]
     slowdown = {c: sum(s[name] / alone[name] for name in mixed) / len(mixed) for c, s in seconds.items()}
     coded = seconds[max(crowd for crowd in crowds if crowd <= max(1, base.devices))]  # as many ranks as cores compress
     codings = [
-        Coding(name=name, ratio=coded[f"ratio {name}"], s_per_byte=coded[f"coding {name}"] / kernels.OPTIMIZER_BYTES)
+        Coding(name=name, ratio=coded[f"ratio {name}"], s_per_byte=coded[f"coding {name}"] / kernels.CODED_BYTES)
         for name in kernels.CODINGS
     ]
     if shares:
@@ -128,11 +125,9 @@ def with_kernels(hosts: HostAgents, device_type: str, base: Machine) -> Machine:
     return replace(
         base,
         codings=codings,
-        flops_per_s=best,
+        flops_per_s={"float32": best},
         memory_bytes_per_s=kernels.STREAM_BYTES / alone["stream"],
         slowdown={**base.slowdown, **(slowdown if device_type == "cpu" else {})},
-        copy_bytes_per_s=kernels.COPY_BYTES / alone["copy"] if "copy" in alone else 0.0,
-        optimizer_s_per_byte={name: alone[f"optimizer {name}"] / kernels.OPTIMIZER_BYTES for name in ("SGD", "AdamW")},
     )
 
 
@@ -416,10 +411,9 @@ class Fit:
         large collective takes longer by its bytes alone, and what is left slows computation down.
         """
         machine, size = self._machine, self._world.size
-        has_large = self._step("large", "tensor_split") is not None
         extra: dict[str, float] = {}
         tiny_s = self._step("tiny", NO_COMMUNICATION) or 0.0
-        for name in ("tiny", "deep", "large") if has_large else ("tiny", "deep"):
+        for name in ("tiny", "deep", "large"):
             step_s, alone_s = self._step(name, "tensor_split"), self._step(name, NO_COMMUNICATION)
             if step_s is None or alone_s is None:
                 return
@@ -432,10 +426,10 @@ class Fit:
             for name in ("tiny", "large")
         )
         scale, slowing = 1.0, 0.0
-        if has_large and self._world.nodes > 1 and size <= machine.cores(self._world) and at_large_s > at_small_s:
+        if self._world.nodes > 1 and size <= machine.cores(self._world) and at_large_s > at_small_s:
             large_s = max(small_s, (extra["large"] - fixed_s) / large)
             scale = (large_s - small_s) / (at_large_s - at_small_s)
-        elif has_large:
+        else:
             part_s = (1 - _OPTIMIZER_SHARE) * (self._step("large", NO_COMMUNICATION) or 0.0) / size
             left_s = extra["large"] - fixed_s - large * (small_s + max(0.0, at_large_s - at_small_s))
             slowing = max(0.0, left_s / part_s)

@@ -1,9 +1,10 @@
-"""Kernels on one device, alone and beside those of other ranks: products, memory, optimizer steps, copies, coding."""
+"""Kernels on one device, alone and beside those of other ranks: products, memory, coding."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,15 @@ from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.job.shared_gpus import rank_devices
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 CODINGS = ("bf16", "int8")
 """Compressions that are timed."""
 MATMUL_SIZES = (256, 1024)
 """Rows and columns of the matrices; accelerators also multiply larger ones."""
 _LARGEST_ON_GPU = 8192
-COPY_BYTES = 64 << 20
-STREAM_BYTES = 2 * COPY_BYTES
+_STREAM_BYTES = 64 << 20
+STREAM_BYTES = 2 * _STREAM_BYTES
 """Read and written by the stream kernel."""
-OPTIMIZER_BYTES = 16 << 20
+CODED_BYTES = 16 << 20
 _SECONDS = 0.08
 
 
@@ -38,22 +38,12 @@ def serve(device_type: str, seat: Seat, turns: Turns) -> None:
 
 def _kernels(device: torch.device) -> dict[str, float]:
     found = {}
-    sizes = (*MATMUL_SIZES, _LARGEST_ON_GPU) if device.type == "cuda" else MATMUL_SIZES
-    for name, dtype in _DTYPES.items():
-        if name == "bfloat16" and device.type == "cpu":
-            continue
-        for size in sizes:
-            a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
-            out = torch.empty_like(a)
-            found[f"matmul {name} {size}"] = _timed(device, lambda a=a, b=b, out=out: torch.mm(a, b, out=out))  # type: ignore[misc]
-    x, y = (torch.ones(COPY_BYTES // 4, device=device) for _ in range(2))
+    for size in (*MATMUL_SIZES, _LARGEST_ON_GPU) if device.type == "cuda" else MATMUL_SIZES:
+        a, b = (torch.randn(size, size, device=device) for _ in range(2))
+        found[f"matmul {size}"] = _timed(device, partial(torch.mm, a, b, out=torch.empty_like(a)))
+    x, y = (torch.ones(_STREAM_BYTES // 4, device=device) for _ in range(2))
     found["stream"] = _timed(device, lambda: torch.add(x, 1.0, out=y))
-    for optimizer in ("SGD", "AdamW"):
-        parameter = torch.nn.Parameter(torch.ones(OPTIMIZER_BYTES // 4, device=device))
-        parameter.grad = torch.ones_like(parameter)
-        step = getattr(torch.optim, optimizer)([parameter], lr=1e-9).step
-        found[f"optimizer {optimizer}"] = _timed(device, step)
-    values = torch.randn(OPTIMIZER_BYTES // 4)  # gradients are compressed in the host's memory
+    values = torch.randn(CODED_BYTES // 4)  # gradients are compressed in the host's memory
     for name in CODINGS:
         compressor: Any = make_compressor(name)
         wire = torch.empty(compressor.encoded_bytes(values.numel()), dtype=torch.uint8)
@@ -64,9 +54,6 @@ def _kernels(device: torch.device) -> dict[str, float]:
 
         found[f"coding {name}"] = _timed(torch.device("cpu"), code)
         found[f"ratio {name}"] = values.nbytes / wire.nbytes
-    if device.type == "cuda":
-        host = torch.empty(COPY_BYTES // 4, pin_memory=True)
-        found["copy"] = _timed(device, lambda: host.copy_(x))
     return found
 
 

@@ -13,7 +13,7 @@ from lightning_multigpu.callbacks.monitor import Group, Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
-from lightning_multigpu.report.sections import BETWEEN_STAGES, SPLIT_LAYERS
+from lightning_multigpu.report.sections import SPLIT_LAYERS
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _PURPOSES: dict[tuple[str | None, str], str] = {
@@ -32,7 +32,7 @@ _PURPOSES: dict[tuple[str | None, str], str] = {
     ("all_reduce", "shards"): "norms and flags",
     (None, "checkpoint"): "optimizer states for checkpoints",
     (None, "control"): "messages that keep ranks in step",
-    (None, "pipeline"): BETWEEN_STAGES,
+    (None, "pipeline"): "between stages",
     (None, "metrics"): "metrics",
     (None, "world"): "metrics and figures of monitors",
     (None, "replicas"): "check of replicas",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -14,17 +14,17 @@ from typing import Any, ClassVar, TypeVar
 import lightning
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
-from lightning_multigpu.callbacks.monitor import KEYS
+from lightning_multigpu.callbacks.monitor import KEYS, Monitor
 from lightning_multigpu.callbacks.probes import machine_of
-from lightning_multigpu.callbacks.silent_monitors import SilentMonitors
-from lightning_multigpu.callbacks.strategy_identity import identify
+from lightning_multigpu.callbacks.strategy_identity import identify, strategy_options
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -34,19 +34,19 @@ from lightning_multigpu.report.text import text
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _Object = TypeVar("_Object")
+_Monitor = TypeVar("_Monitor", bound=Monitor)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a rank sends to rank 0: its record, what runs, the servers, and its part of a profile."""
+class _Told:
+    """What a rank sends to rank 0: its record, what runs, and the servers."""
 
     record: document.RankRecord
     facts: document.RunFacts
     servers: document.ServersSection | None
-    profiled: document.ProfiledRank | None = None
 
 
-class RunReport(SilentMonitors):
+class RunReport(Callback):
     """Prints the throughput, communication and device use of a fit, and writes them to ``multigpu_report.json``.
 
     The file goes to ``trainer.log_dir``, else to ``trainer.default_root_dir``, is replaced atomically and follows
@@ -67,13 +67,13 @@ class RunReport(SilentMonitors):
     profiles: ClassVar[bool] = False
 
     def __init__(self, *, print_table: bool = True, write_file: bool = True) -> None:
-        super().__init__()
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank (under `async_ps` on rank 0); None before the first."""
         self.path: Path | None = None
         """The path of the newest report, on rank 0."""
         self._servers: document.ServersSection | None = None
         self._memory: document.HeldMemory | None = None
+        self._own: list[Monitor] = []
         self._is_active = False
         self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
@@ -89,16 +89,16 @@ class RunReport(SilentMonitors):
             return
         self._start_s = time.perf_counter()
         self._facts = _facts(trainer, pl_module)
-        self._throughput = self.monitor(trainer, ThroughputMonitor)
-        self._communication = self.monitor(trainer, CommunicationMonitor)
-        self._devices = self.monitor(trainer, DeviceUtilizationMonitor)
-        self._servers, self._gathered, self._memory = None, None, None
+        self._throughput = self._monitor(trainer, ThroughputMonitor)
+        self._communication = self._monitor(trainer, CommunicationMonitor)
+        self._devices = self._monitor(trainer, DeviceUtilizationMonitor)
+        self.path, self._servers, self._gathered, self._memory = None, None, None, None
         self._directory = trainer.log_dir or trainer.default_root_dir  # a broadcast: every rank must ask
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._is_active and isinstance(trainer.strategy, MultiGPUStrategy):
-            self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self.told(trainer)))
+            self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self._told(trainer)))
 
     @override
     def on_train_batch_end(
@@ -125,12 +125,12 @@ class RunReport(SilentMonitors):
         if not self._is_active:
             return
         if self._gathered is None:
-            gathered = gather(trainer, as_json(self.told(trainer)))
+            gathered = gather(trainer, as_json(self._told(trainer)))
         elif not trainer.is_global_zero:
             return
         else:
             gathered = self._gathered
-        told = [from_json(Told, each) for each in gathered]
+        told = [from_json(_Told, each) for each in gathered]
         name, options = identify(trainer.strategy)
         report = document.build(
             [each.record for each in told],
@@ -140,7 +140,7 @@ class RunReport(SilentMonitors):
             aggregations=KEYS,
             parameter_servers=told[0].servers,
             tensor_split=self._split_plan,
-            profile=self.profile_of(trainer, told),
+            strategy_options=strategy_options(trainer.strategy),
         )
         self.report = as_json(report)
         if not trainer.is_global_zero:
@@ -148,8 +148,7 @@ class RunReport(SilentMonitors):
         if self._print_table:
             print(text(report))
         if self._write_file and not is_fast_dev_run(trainer):
-            written = self.write_files("report", self._directory, self.files(report), prints=self._print_table)
-            self.path = next(iter(written), None)
+            self._write(self.files(report))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -161,12 +160,20 @@ class RunReport(SilentMonitors):
                 monitor.on_train_end(trainer, pl_module)
             self.on_train_end(trainer, pl_module)
             self.on_fit_end(trainer, pl_module)
-        super().on_exception(trainer, pl_module, exception)
+        self._remove_monitors(trainer)
 
-    def told(self, trainer: Trainer) -> Told:
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._remove_monitors(trainer)
+
+    def _told(self, trainer: Trainer) -> _Told:
+        facts = replace(self._facts, wall_s=time.perf_counter() - self._start_s)
+        return _Told(record=self.record(trainer), facts=facts, servers=self._servers)
+
+    def record(self, trainer: Trainer) -> document.RankRecord:
         """This rank's part of the report."""
         monitors = (self._throughput, self._communication, self._devices)
-        record = document.RankRecord(
+        return document.RankRecord(
             rank=trainer.global_rank,
             node=trainer.node_rank,
             host=socket.gethostname(),
@@ -176,15 +183,6 @@ class RunReport(SilentMonitors):
             communication_ms=self._communication.purposes_ms(),
             memory=self._memory,
         )
-        return Told(
-            record=record,
-            facts=replace(self._facts, wall_s=time.perf_counter() - self._start_s),
-            servers=self._servers,
-        )
-
-    def profile_of(self, trainer: Trainer, told: Sequence[Told]) -> document.Profile | None:
-        """The profile of the ranks."""
-        return None
 
     def files(self, report: document.RunDocument) -> dict[str, bytes]:
         """What is written, by name; the document first."""
@@ -194,18 +192,55 @@ class RunReport(SilentMonitors):
         """The attributes that a spawned rank 0 hands to the process that has started it."""
         return {"report": self.report, "path": self.path}
 
+    def _monitor(self, trainer: Trainer, kind: type[_Monitor]) -> _Monitor:
+        """The Trainer's monitor of this kind, else a silent one, which is the Trainer's until the end of the fit."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]  # Lightning attaches it without an annotation
+        for callback in callbacks:
+            if isinstance(callback, kind):
+                return callback
+        made = kind(log=False)
+        self._own.append(made)
+        further = range(callbacks.index(self) + 1, len(callbacks))
+        # Lightning puts checkpoints last, so that a step ends before its checkpoint is written.
+        callbacks.insert(next((i for i in further if isinstance(callbacks[i], Checkpoint)), len(callbacks)), made)
+        return made
+
+    def _remove_monitors(self, trainer: Trainer) -> None:
+        for monitor in self._own:
+            monitor.end()
+            trainer.callbacks.remove(monitor)  # type: ignore[attr-defined]
+        self._own = []
+
+    def _write(self, files: Mapping[str, bytes]) -> None:
+        """Writes files by name.
+
+        A failure is a warning: training has succeeded by now; a full disk must not make it look as if it had not.
+        """
+        paths = [Path(self._directory) / name for name in files]
+        try:
+            if "://" in self._directory:
+                raise OSError(
+                    "the folder is not on this machine; set a local default_root_dir or logger of the Trainer"
+                )
+            for path, contents in zip(paths, files.values(), strict=True):
+                document.write_bytes(contents, path)
+        except OSError as error:
+            rank_zero_warn(f"the report was not written to {self._directory}: {error}")
+            return
+        self.path = paths[0]
+        if self._print_table:
+            print("written to " + "\nand ".join(map(str, paths)))
+
 
 def memory_of(trainer: Trainer) -> document.HeldMemory:
-    """The bytes that this rank holds; without optimizer states where servers have them."""
+    """The bytes that this rank holds."""
     strategy, device = trainer.strategy, trainer.strategy.root_device
-    stages = strategy.stage_record() if isinstance(strategy, MultiGPUStrategy) else None
-    if stages is not None:
-        return document.HeldMemory(rank=trainer.global_rank, **vars(stages.memory))
-    own = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
-    held = strategy.held_bytes() if isinstance(strategy, MultiGPUStrategy) else own
-    kinds = vars(held) if held is not None else {**vars(own), "optimizer_bytes": None}
+    if isinstance(strategy, MultiGPUStrategy):
+        held = strategy.held_bytes()
+    else:
+        held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return document.HeldMemory(rank=trainer.global_rank, **kinds, device_peak_bytes=peak_bytes)
+    return document.HeldMemory(rank=trainer.global_rank, **vars(held), device_peak_bytes=peak_bytes)
 
 
 def is_fast_dev_run(trainer: Trainer) -> bool:

@@ -134,9 +134,6 @@ def lines(machine: Machine) -> Iterator[str]:
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
     memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
     yield f"{machine.processor}, {machine.devices} devices: {rates}; {memory}"
-    steps = [f"{name} {1e9 * s_per_byte:.2f}" for name, s_per_byte in machine.optimizer_s_per_byte.items()]
-    copies = f"; copies to and from the host {machine.copy_bytes_per_s / 1e9:.1f} GB/s" * bool(machine.copy_bytes_per_s)
-    yield f"optimizer steps, in ns a byte of parameters: {', '.join(steps)}{copies}"
     if machine.slowdown:
         slower = ", ".join(f"{factor:.2f} with {crowd}" for crowd, factor in sorted(machine.slowdown.items()))
         yield f"time of a computation with several ranks at once: {slower}"

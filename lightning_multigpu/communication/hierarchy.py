@@ -17,18 +17,13 @@ shares at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Hashable
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import (
-    CompressedAllReduce,
-    GradientPiece,
-    Pieces,
-    cut,
-)
+from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
@@ -79,31 +74,30 @@ class HierarchicalAllReduce:
         # For tensors other than gradients, which must not lose precision.
         self._ring = between.ring if isinstance(between, CompressedAllReduce) else between
         self._can_move = True
-        self._known: set[Pieces] = set()  # tensors whose errors the ranks that reduce their parts have
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
         """The compressed all-reduce between hosts; None without compression."""
         return self.between if isinstance(self.between, CompressedAllReduce) else None
 
-    def sent_bytes(self, tensor: Tensor, pieces: Sequence[GradientPiece] = ()) -> SentBytes:
+    def sent_bytes(self, tensor: Tensor, key: Hashable = None) -> SentBytes:
         """Bytes that this rank sends when ``tensor`` is reduced."""
         if self.between is None:
             return SentBytes(0, 0 if self.inside is None else self.inside.sent_bytes(tensor))
         flat = tensor.detach().view(-1)
         if self.inside is None:
-            return SentBytes(self._sent_between(flat, pieces), 0)
+            return SentBytes(self._sent_between(flat, key), 0)
         bounds = chunk_bounds(flat.numel(), self.inside.world_size)
         start, end = bounds[self.inside.rank]
         memory = flat.nbytes  # its values of the others' shards, and the sums of its own shard
-        return SentBytes(self._sent_between(flat[start:end], cut(pieces, start, end)), memory)
+        return SentBytes(self._sent_between(flat[start:end], key), memory)
 
-    def __call__(self, tensor: Tensor, pieces: Sequence[GradientPiece] = (), *, average: bool = False) -> Tensor:
+    def __call__(self, tensor: Tensor, key: Hashable = None, *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.
 
         Args:
             tensor: any shape, contiguous, on the CPU; the same shape and dtype on every rank.
-            pieces: the parameters whose gradients it holds, in order; used by compression only.
+            key: of these gradients in every step, for compression; other tensors have none, and lose no precision.
             average: divide the sums by the number of ranks; needs a floating-point dtype.
 
         Raises:
@@ -114,30 +108,26 @@ class HierarchicalAllReduce:
             return tensor if self.inside is None else self.inside(tensor, average=average)
         flat = tensor.detach().view(-1)
         if self.inside is None:
-            self._reduce_between(flat, pieces, average)
+            self._reduce_between(flat, key, average)
             return tensor
         bounds = chunk_bounds(flat.numel(), self.inside.world_size)
-        start, end = bounds[self.inside.rank]
-        own = cut(pieces, start, end)
-        if pieces:
-            self._share_errors(tuple(pieces), own)
         shard = self.inside.reduce_scatter(flat, average=average, bounds=bounds)
-        self._reduce_between(shard, own, average)
+        self._reduce_between(shard, key, average)
         self.inside.all_gather(flat, bounds=bounds)
         return tensor
 
-    def begin(self, tensor: Tensor, pieces: Sequence[GradientPiece] = (), *, average: bool = False) -> Pending:
+    def begin(self, tensor: Tensor, key: Hashable = None, *, average: bool = False) -> Pending:
         """As a call, but may return while this rank's parts are still being sent; ``finish()`` does the rest.
 
         So one tensor is sent while the next is encoded, and the network is never idle between two tensors. A rank must
         finish tensors in the order in which it began them; other ranks may mix beginning and finishing differently.
         """
-        if self.inside is None and self.compressed is not None and pieces:
-            return self.compressed.begin(tensor, pieces, average=average)
+        if self.inside is None and self.compressed is not None and key is not None:
+            return self.compressed.begin(tensor, key, average=average)
         if self.inside is None and isinstance(self.between, RingAllReduce):
             return self.between.begin(tensor, average=average)
         # Within a host all ranks take each step together, so nothing can begin early.
-        self(tensor, pieces, average=average)
+        self(tensor, key, average=average)
         return Done(tensor)
 
     def move(self, tensor: Tensor, key: int) -> bool:
@@ -194,26 +184,16 @@ class HierarchicalAllReduce:
         if self.inside is not None:
             self.inside.abort()
 
-    def _share_errors(self, pieces: Pieces, own: Pieces) -> None:
-        """Moves errors to the ranks of this host that now reduce their parameters, when buckets have changed."""
-        if self.compressed is None or pieces in self._known:
-            return
-        assert self.inside is not None
-        self.compressed.share_errors(pieces, own, self.inside)
-        names = {piece.name for piece in pieces}
-        self._known = {known for known in self._known if names.isdisjoint(piece.name for piece in known)}
-        self._known.add(pieces)
-
-    def _reduce_between(self, shard: Tensor, pieces: Sequence[GradientPiece], average: bool) -> None:
+    def _reduce_between(self, shard: Tensor, key: Hashable, average: bool) -> None:
         if shard.numel() == 0 or self._ring is None:
             return
-        if isinstance(self.between, CompressedAllReduce) and pieces:
-            self.between(shard, pieces, average=average)
+        if isinstance(self.between, CompressedAllReduce) and key is not None:
+            self.between(shard, key, average=average)
         else:
             self._ring(shard, average=average)
 
-    def _sent_between(self, shard: Tensor, pieces: Sequence[GradientPiece]) -> int:
-        if isinstance(self.between, CompressedAllReduce) and pieces:
+    def _sent_between(self, shard: Tensor, key: Hashable) -> int:
+        if isinstance(self.between, CompressedAllReduce) and key is not None:
             return self.between.sent_bytes(shard)
         assert self._ring is not None
         return self._ring.sent_bytes(shard)

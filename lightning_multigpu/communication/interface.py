@@ -1,13 +1,10 @@
-"""The network interface that reaches other ranks, and the addresses that cannot be reached."""
+"""The network interface that reaches other ranks."""
 
 from __future__ import annotations
 
 import errno
 import os
-import select
 import socket
-import time
-from collections.abc import Iterable
 
 import psutil
 
@@ -56,37 +53,3 @@ def interface_towards(destination: str) -> str | None:
         if any(entry.address.split("%")[0] == source for entry in addresses):
             return name
     return None
-
-
-def unreachable(addresses: Iterable[str], *, timeout_s: float) -> dict[str, str]:
-    """The addresses to which the kernel finds no route, each with the kernel's reason.
-
-    An IPv4 or IPv6 address that refuses a connection, or that does not answer, is not among them. A forbidden route
-    shows at once, a host that is down within seconds.
-    """
-    found: dict[str, str] = {}
-    poll, sockets = select.poll(), {}
-    try:
-        for address in dict.fromkeys(addresses):
-            probe = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-            probe.setblocking(False)
-            sockets[probe.fileno()] = probe, address
-            code = probe.connect_ex((address, 9))
-            if code in NO_WAY:
-                found[address] = NO_WAY[code]
-            elif code == errno.EINPROGRESS:
-                poll.register(probe, select.POLLOUT)
-        until_s = time.monotonic() + timeout_s
-        waiting = len(sockets) - len(found)
-        while waiting > 0 and (left_s := until_s - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(left_s * 1e3):
-                probe, address = sockets[descriptor]
-                poll.unregister(descriptor)
-                waiting -= 1
-                code = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if code in NO_WAY:
-                    found[address] = NO_WAY[code]
-    finally:
-        for probe, _ in sockets.values():
-            probe.close()
-    return found

@@ -12,7 +12,6 @@ buffer is refused.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
@@ -48,14 +46,6 @@ def check_choice(choice: object) -> None:
             f"activation_checkpointing={choice!r} is neither a bool nor a list of classes, names of classes and names "
             "of layers; pass True for all layers, or a list such as ['Block']"
         )
-
-
-def runs_in_checkpoint() -> bool:
-    """Whether the caller runs within ``torch.utils.checkpoint``."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None
 
 
 def selected_layers(module: Module, choice: Choice) -> list[str]:
@@ -156,13 +146,13 @@ class Recomputation:
             modules: the module, or copies of it with layers of the same names.
 
         Raises:
-            RecomputationError: a layer runs under ``torch.utils.checkpoint``, or as for :func:`recomputed`.
+            RecomputationError: as for :func:`recomputed`.
         """
         with ExitStack() as undo:
             for module in modules:
                 for name in self.names:
                     layer = module.get_submodule(name)
-                    call = partial(self._call, name, layer, layer._compiled_call_impl or layer._call_impl)
+                    call = partial(self._call, layer, layer._compiled_call_impl or layer._call_impl)
                     undo.enter_context(replaced(layer, _compiled_call_impl=call))  # instead of hooks and forward
                 for model in caching_models(module):
                     hook = partial(without_cache, "the blocks under activation_checkpointing would find their own keys")
@@ -175,12 +165,7 @@ class Recomputation:
             )
             self._warn = None
 
-    def _call(self, name: str, layer: Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if runs_in_checkpoint():
-            raise RecomputationError(
-                f"{name} is called within torch.utils.checkpoint, and would be computed again twice: leave the "
-                "checkpoint around it out, or leave activation_checkpointing out"
-            )
+    def _call(self, layer: Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return own(*args, **kwargs)
         self._warn = None

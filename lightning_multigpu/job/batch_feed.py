@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from lightning_multigpu._lightning_internals import forget_loader_states, given_loaders, places_sampler
 from lightning_multigpu.communication.metering.meter import Meter
@@ -143,7 +150,7 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
     """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
 
     Raises:
-        ValueError: a batch sampler cannot be made anew, or fewer samples, or whole batches, are to predict than ranks.
+        ValueError: Lightning would lose a batch sampler or its own sampler, or there are too few samples to predict.
     """
     for loader in given_loaders(trainer):
         kind = type(loader.batch_sampler)
@@ -156,6 +163,20 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
                     f"({', '.join(further)}): set defaults for them, return the loader from a hook such as "
                     "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
                     "each rank's batches"
+                )
+        if loader.batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
+            own = loader.batch_sampler.sampler
+            if kind is BatchSampler and not trainer.predicting:
+                raise ValueError(
+                    "Lightning would leave out DataLoader(batch_sampler=BatchSampler(...)), and its batch size: pass "
+                    f"batch_size={loader.batch_sampler.batch_size}, drop_last={loader.batch_sampler.drop_last} and the "
+                    "sampler to the DataLoader itself"
+                )
+            if not isinstance(own, (RandomSampler, SequentialSampler, DistributedSampler)):
+                raise ValueError(
+                    f"Lightning would put a sampler of all samples in the place of the {type(own).__name__} of "
+                    f"{kind.__name__}: give the dataset only the samples to draw, or pass "
+                    "Trainer(use_distributed_sampler=False) and a batch sampler with each rank's batches"
                 )
         size = len(loader.sampler) if isinstance(loader.sampler, Sized) else num_replicas
         if trainer.predicting and 0 < size < num_replicas:

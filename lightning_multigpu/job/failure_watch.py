@@ -2,7 +2,7 @@
 
 A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
-that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure. The guardian shows
+that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure. The guardian prints
 the failure; see :mod:`lightning_multigpu.job.uncaught_errors`.
 """
 
@@ -83,7 +83,7 @@ class FailureWatch:
         client: the connection to the guardian of this host; None between two runs.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
-        all_raised: whether all ranks have raised the same exception, which is the program's and no failure of a rank.
+        is_common_error: whether all ranks have raised the same exception: the program's, and no failure of a rank.
         is_lost: whether this rank has failed and the job goes on without it.
     """
 
@@ -91,7 +91,7 @@ class FailureWatch:
         self.client: GuardianClient | None = None
         self.failed = False
         self.failure: Failure | None = None
-        self.ranks_have_ended = self.all_raised = False
+        self.ranks_have_ended = self.is_common_error = False
         self.is_lost = False
         self.signals = signals
         self._cut: Callable[[], object] | None = None
@@ -102,7 +102,7 @@ class FailureWatch:
 
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
-        self.failed = self.is_lost = self.all_raised = self._can_be_lost = False
+        self.failed = self.is_lost = self.is_common_error = self._can_be_lost = False
         self.failure = None
         limit_later_exit(None)
         self._cut, self._world_size = cut, 0
@@ -185,38 +185,36 @@ class FailureWatch:
                 raise
             raise failure.exception() from None
 
-    def asks_to_show(self, run: RunContext) -> bool:
-        """Whether this rank has the guardian show the failure: the first of its host does, and the one that has failed.
+    def prints_failure(self, run: RunContext) -> bool:
+        """Whether this rank has the failure printed: the first of its host has, and the one that has failed.
 
-        Another rank would be quicker than the first, which waits for it, and its traceback would come after the last
-        lines. It asks if the first has died.
+        Another rank would be quicker than the first, whose traceback would come after the last lines; it does so if the
+        first has died. No rank does where the failure is the program's, or the job goes on.
         """
-        assert self.failure is not None
+        if self.failure is None or self.is_common_error or self.is_lost:
+            return False
         first_has_died = self.failure.rank == run.rank - run.local_rank and not self.failure.traceback
         return run.local_rank == 0 or self.failure.rank == run.rank or first_has_died
 
     def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
         """What this rank prints about the failure, if nobody catches its exception."""
-        failure = self.failure
+        failure, prints = self.failure, self.prints_failure(run)
         assert failure is not None
         is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
         # Ranks that cannot join all raise the same exception.
-        alike = self._cannot_join or self.all_raised
-        in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.all_raised)
-        checkpoint = None
+        alike = self._cannot_join or self.is_common_error
+        in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.is_common_error)
         # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
         advises = run.node_rank == 0 or (in_full and not isinstance(run.environment, LightningEnvironment))
-        if advises and not self.is_lost and not (self.all_raised and run.rank) and has_trained(trainer):
-            checkpoint = partial(last_checkpoint_of, trainer)
-        show: Callable[[str], bool] | None = None
-        if not (self.all_raised or self.is_lost):
-            show = (
-                partial(_show, self.client, is_first=run.local_rank == 0)
-                if self.asks_to_show(run)
-                else _shown_by_others
-            )
-        limit = partial(limit_exit, run.failure_timeout_s, self._failed_s)
-        return FailureReport(failure, in_full, show, checkpoint, limit)
+        is_last = prints or (self.is_common_error and run.rank == 0)
+        return FailureReport(
+            failure,
+            in_full,
+            # A terminal shows its prompt when the first rank has ended.
+            partial(_print_failure, self.client, waits=run.local_rank == 0) if prints else None,
+            partial(last_checkpoint_of, trainer) if is_last and advises and has_trained(trainer) else None,
+            partial(limit_exit, run.failure_timeout_s, self._failed_s),
+        )
 
     @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
@@ -228,7 +226,7 @@ class FailureWatch:
         self.failed, self._failed_s = True, time.monotonic()
         self._hooks_follow = False
         self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
-        if self._is_raised_by_all(error, run.rank, step):
+        if self._is_common(error, run.rank, step):
             self._abort()
             self.stop()
             return None
@@ -260,17 +258,19 @@ class FailureWatch:
         self._abort()
         return other
 
-    def _is_raised_by_all(self, error: BaseException, rank: int, step: int | None) -> bool:
+    def _is_common(self, error: BaseException, rank: int, step: int | None) -> bool:
         """Waits until all ranks have raised ``error`` at this step, or one certainly does not."""
         if self.client is None or self._world_size < 2 or self.failure is not None or self._can_be_lost:
             return False
         if not isinstance(error, Exception) or isinstance(error, RankFailedError) or _is_connection_loss(error):
             return False
         failure, kind = Failure.of(error, rank=rank, step=step), type(error)
-        self.all_raised = self.client.all_raised(f"{kind.__module__}.{kind.__qualname__} at step {step}", failure)
-        if self.all_raised:
+        self.is_common_error = self.client.is_common_error(
+            f"{kind.__module__}.{kind.__qualname__} at step {step}", failure
+        )
+        if self.is_common_error:
             self.failure = failure
-        return self.all_raised
+        return self.is_common_error
 
     def _finish(self) -> None:
         """Waits until the run has ended well for all ranks; else raises RankFailedError."""
@@ -304,14 +304,9 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
             sys.stderr.write(f"{advice}\n")
 
 
-def _show(client: GuardianClient | None, advice: str, *, is_first: bool) -> bool:
-    """Has the guardian show the failure; False without one."""
-    # A terminal shows its prompt when the first rank has ended.
-    return client is not None and client.show(advice, waits=is_first)
-
-
-def _shown_by_others(advice: str) -> bool:
-    return True
+def _print_failure(client: GuardianClient | None, advice: str, *, waits: bool) -> bool:
+    """Has the guardian print the failure; False without one."""
+    return client is not None and client.print_failure(advice, waits=waits)
 
 
 def _is_connection_loss(error: BaseException) -> bool:

@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_multigpu._lightning_internals import place_of_checkpoint
 from lightning_multigpu.communication.digest import compared, model_table, value_text
-from lightning_multigpu.communication.interface import NO_WAY, source_address, unreachable
+from lightning_multigpu.communication.interface import NO_WAY, source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
 from lightning_multigpu.communication.metered_group import MeteredGroup
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 _INVITATION = "guardian"
 _CUT_S = 2.0
 _SHORTEST_SILENCE_S = 1.0
-_LOOK_S = 2.0
 
 # How often this process has joined at an address: a store or a guardian of an earlier run may still be there.
 _ATTEMPTS: Counter[tuple[str, int]] = Counter()
@@ -150,7 +149,12 @@ class Joining:
         except RuntimeError as error:
             self.watch.check()
             if any(reason in str(error) for reason in NO_WAY.values()):
-                raise ConnectionError(self._cannot_reach(run, str(error))) from error
+                ends = [each.name() for each in self._arrivals if f"remote=[{each.address}]" in str(error)]
+                raise ConnectionError(  # no RuntimeError: it is told before those who only see connections close
+                    f"no way to {ends[0] if ends else 'another rank'}: {error}. Check the routes and firewalls between "
+                    "the two hosts, or name another interface by GLOO_SOCKET_IFNAME. If it comes and goes, a table of "
+                    "the kernel may be full (dmesg: 'neighbour table overflow')"
+                ) from error
             if time.monotonic() < self._deadline_s:
                 raise
             raise RendezvousError(
@@ -210,32 +214,15 @@ class Joining:
             client.find_failure = partial(broken_link, own_name, hosts, run.failure_timeout_s)
         return rendezvous.group_store
 
-    def _cannot_reach(self, run: RunContext, error: str) -> str:
-        """Names the ranks that this rank cannot reach; the back end's error names neither end."""
-        names = {arrival.address: arrival.name() for arrival in reversed(self._arrivals) if arrival.address}
-        # Quickly, before the other ranks report closed connections as their own failures.
-        found = unreachable(names, timeout_s=_LOOK_S)
-        found |= {address: error for address in names if f"remote=[{address}]" in error}
-        own = next((arrival.name() for arrival in self._arrivals if arrival.rank == run.rank), f"rank {run.rank}")
-        if not found:
-            return (
-                f"{own} could not connect to another rank ({error}), and finds no reason now: a table of the kernel "
-                "may have been full (dmesg: 'neighbour table overflow'; sysctl net.ipv4.neigh.default.gc_thresh3)"
-            )
-        listed = ", ".join(f"{address}, the address of {names[address]}: {why}" for address, why in found.items())
-        return (
-            f"{own} cannot connect to {listed}. Check the routes and firewalls between the two hosts, or name another "
-            "interface by GLOO_SOCKET_IFNAME"
-        )
 
-
-def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
+def start_guardian(run: RunContext, address: str | None = None, *, owner_stays: bool = False) -> Guardian:
     """Starts the guardian of this host, at a random address for ranks that this process is about to start."""
     return Guardian.start(
         num_ranks=run.ranks_per_host,
         failure_timeout_s=run.failure_timeout_s,
         hang_report_s=run.hang_report_s,
         address=address,
+        owner_stays=owner_stays,
     )
 
 

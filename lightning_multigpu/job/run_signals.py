@@ -23,7 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, SAME_INTERRUPT_S, signal_of, was_late
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of, was_late
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _POLL_S = 0.25
 _SAME_TERMINATION_S = 0.9  # torchrun and srun send SIGTERM once more to ranks that a scheduler has signalled
 _MAIN_THREAD_S = 1.0  # in which a main thread that runs Python code acts on a signal
-_STATUS = {signal.SIGINT: INTERRUPTED_STATUS, signal.SIGTERM: 128 + signal.SIGTERM}
 
 
 class RunSignals:
@@ -58,13 +57,12 @@ class RunSignals:
         signals: list[signal.Signals],
         *,
         patience_s: float = float("inf"),
-        on_signal: Callable[[signal.Signals, int], None] | None = None,
+        on_signal: Callable[[int, int], None] | None = None,
         on_stuck: Callable[[], object] | None = None,
     ) -> None:
         """Sets the signals that :meth:`hold` defers; each has a bit, in this order.
 
-        After ``patience_s`` SIGINT and SIGTERM act on this rank only. ``on_signal`` is called at each of them with the
-        number that have come, ``on_stuck`` in another thread where the main thread waits in C code and acts on none.
+        The other arguments are those of :meth:`begin`.
         """
         self.received = self.due = self.agreed = 0
         self.waits, self.late = True, False
@@ -93,7 +91,7 @@ class RunSignals:
 
         Args:
             environment: Lightning's cluster environment, which detects SLURM.
-            patience_s: how long a signal waits for the agreement.
+            patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
             on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the
                 second SIGTERM.
             on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
@@ -108,12 +106,7 @@ class RunSignals:
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signals.append(signal.SIGINT)
-
-        def count(signum: signal.Signals, number: int) -> None:
-            if signum in _STATUS and (signum == signal.SIGINT or number > 1):
-                on_signal(_STATUS[signum], number)
-
-        self.defer(signals, patience_s=patience_s, on_signal=count, on_stuck=on_stuck)
+        self.defer(signals, patience_s=patience_s, on_signal=on_signal, on_stuck=on_stuck)
         self.waits = False
         if is_ours:
             self.hold(signal.SIGINT)
@@ -230,8 +223,9 @@ class RunSignals:
         elif not self._repeats(signum, handled=False):
             self._first_s.setdefault(signum, time.monotonic())
             self._numbers[signum] += 1
-            if self._on_signal is not None:
-                self._on_signal(signum, self._numbers[signum])
+            ends = signum == signal.SIGINT or (signum == signal.SIGTERM and self._numbers[signum] > 1)
+            if self._on_signal is not None and ends:
+                self._on_signal(128 + signum, self._numbers[signum])  # the status of a shell
 
     def release(self) -> None:
         """Restores the handlers, and calls them for signals that were received and not acted on."""
@@ -310,7 +304,7 @@ class _Pusher(threading.Thread):
             os.write(self._writer, b"\0")  # no signal has this number
         self.join(1)
         if self.sees_arrivals:
-            _give_wakeups_back(self._writer)
+            _give_wakeups_back()
         os.close(self._writer)
         os.close(self._reader)
 
@@ -331,19 +325,13 @@ def _take_wakeups(descriptor: int) -> bool:
     return True
 
 
-def _give_wakeups_back(descriptor: int) -> None:
+def _give_wakeups_back() -> None:
+    """Also in a forked process: signals of a loader's worker are not its rank's."""
     global _wakeups
-    _wakeups = -1
+    ours, _wakeups = _wakeups, -1
     with contextlib.suppress(ValueError):  # in another thread than the main one
-        now = signal.set_wakeup_fd(-1)
-        if now != descriptor:
+        if ours != -1 and (now := signal.set_wakeup_fd(-1)) != ours:
             signal.set_wakeup_fd(now)
 
 
-def _forget_wakeups() -> None:
-    """In a forked process: signals of a loader's worker are not its rank's."""
-    if _wakeups != -1:
-        _give_wakeups_back(_wakeups)
-
-
-os.register_at_fork(after_in_child=_forget_wakeups)
+os.register_at_fork(after_in_child=_give_wakeups_back)

@@ -39,15 +39,15 @@ class FailureReport:
     Attributes:
         in_full: print its traceback; one rank of the job does. A further rank with an exception of its own prints that
             in one line.
-        show: shows the failure, and the line that it is given; returns False if it cannot. None if the failure is shown
-            already, or is the program's.
+        print_failure: prints the failure, and the line that it is given; returns False if it cannot. None if the
+            failure is printed already, or is the program's.
         checkpoint: finds the file to resume from when the failure is printed; None for no such line.
         limit_exit: limits the time of the exit that follows.
     """
 
     failure: Failure
     in_full: bool
-    show: Callable[[str], bool] | None = None
+    print_failure: Callable[[str], bool] | None = None
     checkpoint: Callable[[], str | None] | None = None
     limit_exit: Callable[[], None] = lambda: None
 
@@ -56,14 +56,14 @@ class FailureReport:
         return type(None), ()
 
     def print(self, error: BaseException) -> None:
-        """Prints ``error``, the failure's exception or one that was raised from it, and shows the failure."""
+        """Prints ``error``, the failure's exception or one that was raised from it, and the failure."""
         sys.stderr.write(self._traceback(error))
         sys.stderr.flush()
         advice = ""
         with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure
             advice = resume_advice(self.checkpoint() if self.checkpoint is not None else None)
-        if self.show is None or not self.show(advice):
-            lines = [] if self.show is None else closing_lines(self.failure, [])
+        if self.print_failure is None or not self.print_failure(advice):
+            lines = [] if self.print_failure is None else closing_lines(self.failure, [])
             sys.stderr.write("".join(f"{line}\n" for line in [*lines, advice] if line))
 
     def _traceback(self, error: BaseException) -> str:
@@ -79,7 +79,7 @@ class FailureReport:
 
 
 def is_reported(error: BaseException) -> bool:
-    """Whether ``error`` has a report, by which it shows the failure."""
+    """Whether ``error`` has a report, by which it prints the failure."""
     return getattr(error, _REPORT, None) is not None
 
 
@@ -100,7 +100,7 @@ def print_if_uncaught(error: BaseException, report: FailureReport) -> None:
     if getattr(before, "__module__", "") == __name__:
         return
 
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         found = _report_of(error)
         try:
             if found is None or not _is_pythons_own(before):
@@ -111,7 +111,7 @@ def print_if_uncaught(error: BaseException, report: FailureReport) -> None:
             if found is not None:
                 found.limit_exit()
 
-    sys.excepthook = show
+    sys.excepthook = hook
 
 
 def limit_exit(timeout_s: float, since_s: float | None = None) -> None:

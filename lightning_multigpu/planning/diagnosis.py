@@ -7,17 +7,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 
-from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import CommonStep, Pushes, RankFigures
-from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
+from lightning_multigpu.planning.rank_figures import CommonStep, RankFigures
+from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 SMALLEST_SHARE = 0.05
 """A smaller saving, as a share of the step, is not reported."""
 _MOST_WORKERS = 64
-_NEAR_LIMIT = 0.9
-"""Memory in use above this share of the limit is reported."""
 _COMPUTING = ("forward", "backward", "optimizer")
 _BF16 = 0.5
 _SHORT_QUEUE = 1
@@ -26,11 +24,11 @@ _SHORT_QUEUE = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A reason for long steps, or a limit that the run is near to.
+    """A reason for long steps.
 
     Attributes:
         rank: the rank that the evidence is of.
-        saving_s: predicted saving of the remedy, in seconds of a step; 0 for a limit.
+        saving_s: predicted saving of the remedy, in seconds of a step.
         step_s: predicted step with the remedy.
         evidence: the measurements, as text.
         remedy: the proposed change.
@@ -54,7 +52,7 @@ def diagnose(
     strategy: StrategyOptions = StrategyOptions(),  # noqa: B008
     asynchronous: bool = False,
 ) -> list[Finding]:
-    """The reasons for long steps, the largest saving first, then limits that the run is near to.
+    """The reasons for long steps, the largest saving first.
 
     The list is empty if no remedy would save 5 % of a step.
 
@@ -65,15 +63,14 @@ def diagnose(
         strategy: the run's strategy, whose options the remedies name.
         asynchronous: ranks do not wait for each other; the findings are the slowest rank's.
     """
-    of_all = ranks
+    nodes = len({rank.node for rank in ranks})
     if asynchronous:
         ranks = [max(ranks, key=lambda rank: rank.step_s)]
     step = CommonStep(ranks)
-    nodes = len({rank.node for rank in of_all})
     found = [
         *_input(step),
         *(_straggler(step) if pipeline is None else ()),
-        *_communication(step, strategy, len(shards), nodes, asynchronous=asynchronous),
+        *_communication(step, strategy, nodes),
         *_callbacks(step),
         *_reads(step),
         *_small_batches(step),
@@ -82,8 +79,7 @@ def diagnose(
         *_launches(step, strategy),
     ]
     worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step.seconds]
-    of_hosts = CommonStep(of_all)
-    return [*sorted(worth, key=lambda finding: -finding.saving_s), *_threads(of_hosts), *_memory(of_hosts, strategy)]
+    return sorted(worth, key=lambda finding: -finding.saving_s)
 
 
 def _finding(
@@ -145,10 +141,8 @@ def _straggler(step: CommonStep) -> Iterator[Finding]:
     )
 
 
-def _communication(
-    step: CommonStep, strategy: StrategyOptions, num_servers: int, num_nodes: int, *, asynchronous: bool
-) -> Iterator[Finding]:
-    remedies = _communication_remedies(step, strategy, num_servers, num_nodes, asynchronous=asynchronous)
+def _communication(step: CommonStep, strategy: StrategyOptions, num_nodes: int) -> Iterator[Finding]:
+    remedies = _communication_remedies(step, strategy, num_nodes)
     worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step.seconds), reverse=True)
     if not step.exposed_s or not worth:
         return
@@ -167,55 +161,30 @@ def _communication(
     )
 
 
-def _communication_remedies(
-    step: CommonStep, strategy: StrategyOptions, num_servers: int, num_nodes: int, *, asynchronous: bool
-) -> dict[str, float]:
-    """The remedies as sentences without a full stop, with the seconds of a step that each saves.
-
-    Servers and ranks use both directions of a link at the same time: weights of a bucket come back while the next
-    bucket of gradients is sent. With B buckets whose gradients take P together::
-
-        gradients   [b3][b2][b1][b0]
-        weights         [b3][b2][b1][b0]
-        seconds      P  +  P / B
-    """
-    ranks, gradients_s = step.ranks, step.exposed_part_s("gradients")
+def _communication_remedies(step: CommonStep, strategy: StrategyOptions, num_nodes: int) -> dict[str, float]:
+    """The remedies as sentences without a full stop, with the seconds of a step that each saves."""
+    gradients_s = step.exposed_part_s("gradients")
     per_step_s = step.exposed_s - step.exposed_part_s("activations")
     often = "Use batches of twice the size"
     if gradients_s >= per_step_s / 2:
         batches = 2 * step.first_to_wait.batches
         often = f"Communicate half as often: Trainer(accumulate_grad_batches={batches}), or batches of twice the size"
     remedies = {f"{often} (the time is for as many samples as now)": per_step_s / 2}
-    if num_nodes == 1:
-        return remedies | _another_strategy(step)
-    pushes = max((rank.pushes for rank in ranks if rank.pushes is not None), key=lambda p: p.seconds, default=None)
-    if compressed := strategy.with_compression():
+    if num_nodes > 1 and (compressed := strategy.with_compression()):
         saving_s = min(gradients_s, _BF16 * (gradients_s + step.first_to_wait.hidden_s))
         remedies[f"Send half of the bytes between hosts: {compressed}"] = saving_s
-    if num_servers == 1 and pushes is not None and not asynchronous:
-        remedies['Average gradients around a ring, which no server\'s link holds up: strategy="ring_ddp"'] = min(
-            step.exposed_s, pushes.seconds - _around_a_ring(pushes, len(ranks))
-        )
     return remedies | _another_strategy(step)
 
 
 def _another_strategy(step: CommonStep) -> dict[str, float]:
     """Gradients of the whole model once a step in place of the activations of each batch, where layers are split."""
     least, activations_s = step.first_to_wait, step.exposed_part_s("activations")
-    if not activations_s or least.memory is None or not least.activations_rate:
+    if not activations_s or not least.parameters_bytes or not least.activations_rate:
         return {}
-    model_bytes = sum(r.memory.kinds_bytes.get("parameters", 0.0) for r in step.ranks if r.memory is not None)
+    model_bytes = sum(rank.parameters_bytes for rank in step.ranks)
     all_reduce_s = ring_all_reduce_s(len(step.ranks), model_bytes, Link(0.0, 1 / least.activations_rate))
     remedy = 'If the model fits on one device, average its gradients instead: strategy="ring_ddp"'
     return {remedy: max(0.0, activations_s - all_reduce_s)}
-
-
-def _around_a_ring(pushes: Pushes, num_ranks: int) -> float:
-    """Seconds of an all-reduce over the same links, which take P for the gradients of all ranks to one server."""
-    link, buckets = Link(0.0, 1.0), max(1.0, pushes.count)
-    gradients_s = pushes.seconds * buckets / (buckets + 1)  # P of the picture
-    ring_s, server_s = ring_all_reduce_s(num_ranks, 1.0, link), servers_s(num_ranks, 1, 1.0, 1, link, link)
-    return gradients_s * ring_s / server_s
 
 
 def _callbacks(step: CommonStep) -> Iterator[Finding]:
@@ -223,12 +192,10 @@ def _callbacks(step: CommonStep) -> Iterator[Finding]:
     if not slowest.callbacks_s:
         return
     name, seconds = max(slowest.callbacks_s.items(), key=lambda item: item[1])
-    kind, remedy = "callbacks", "Do its work every n-th batch only."
-    if name.endswith(".log_metrics"):
-        kind, remedy = "logging", "Log less often: Trainer(log_every_n_steps=50), or more."
     evidence = f"{name} takes {ms(seconds)} of a step of {ms(slowest.step_s)} on rank {slowest.rank}."
     saving_s = step.saving(lambda rank: rank.callbacks_s.get(name, 0.0))
-    yield _finding(kind, step, slowest.rank, saving_s, evidence, remedy, "callbacks")
+    remedy = "Do its work every n-th batch only."
+    yield _finding("callbacks", step, slowest.rank, saving_s, evidence, remedy, "callbacks")
 
 
 def _reads(step: CommonStep) -> Iterator[Finding]:
@@ -256,29 +223,10 @@ def _small_batches(step: CommonStep) -> Iterator[Finding]:
         slowest.rank,
         step.saving(lambda rank: rank.of("other") / 2),
         f"Lightning's loop takes {ms(slowest.of('other'))} of a step of {ms(slowest.step_s)}, whatever the size of the "
-        "batch: results of steps, learning-rate schedulers, the progress bar.",
+        "batch: results of steps, loggers, learning-rate schedulers, the progress bar.",
         "Use larger batches (the time is per as many samples as now), log_every_n_steps=50 or more, and "
         "enable_progress_bar=False or a larger refresh_rate.",
         "other",
-    )
-
-
-def _threads(step: CommonStep) -> Iterator[Finding]:
-    """More threads than cores, which get in each other's way, where CPUs compute."""
-    first = step.ranks[0]
-    on_host = [rank for rank in step.ranks if rank.node == first.node]
-    threads = sum(rank.threads for rank in on_host)
-    if first.threads == 1 or threads <= first.cores or (first.memory is not None and first.memory.place == "GPU"):
-        return
-    fewer = max(1, first.cores // len(on_host))
-    yield _finding(
-        "threads",
-        step,
-        first.rank,
-        0.0,
-        f"{len(on_host)} ranks with {first.threads} threads each are {threads} threads for {first.cores} cores of host "
-        f"{first.host}.",
-        f"Set OMP_NUM_THREADS={fewer}, or call torch.set_num_threads({fewer}) in the ranks.",
     )
 
 
@@ -380,40 +328,3 @@ def _launches(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
         "Use larger batches" + (', or strategy="ring_ddp" with compiled layers.' if is_dp else compiled),
         *_COMPUTING,
     )
-
-
-def _saves_memory(kind: str, strategy: StrategyOptions, batches: int) -> str:
-    """What makes the memory of a GPU suffice, where ``kind`` takes the most of it."""
-    if kind == "activations":
-        checkpointed = strategy.with_checkpointing()
-        again = f", or compute layers again in backward: {checkpointed}" if checkpointed else ""
-        return f"Use smaller batches with Trainer(accumulate_grad_batches={2 * batches}){again}."
-    if strategy.splits_model:
-        return "Split the model over more ranks."
-    if kind == "parameters":
-        return 'Split the model over ranks: Trainer(strategy="pipeline_1f1b"), or strategy="tensor_split".'
-    on_host = 'keep them in the memory of the host, strategy="cpu_ps"'
-    if strategy.class_name != "ShardedStrategy":
-        return f'Shard the states of the optimizer over ranks, Trainer(strategy="ddp_sharded"), or {on_host}.'
-    if strategy.chosen.get("offload_optimizer"):
-        return "Use more ranks, each of which then has a smaller shard."
-    return f"Keep the states of the optimizer in the memory of the host: {strategy.with_(offload_optimizer=True)}."
-
-
-def _memory(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
-    measured = [(rank, rank.memory) for rank in step.ranks if rank.memory is not None and rank.memory.limit_bytes > 0]
-    near = [(rank, use) for rank, use in measured if use.peak_bytes >= _NEAR_LIMIT * use.limit_bytes]
-    if not near:
-        return
-    rank, use = max(near, key=lambda pair: pair[1].peak_bytes / pair[1].limit_bytes)
-    kinds = dict(use.kinds_bytes)
-    kinds["parameters"] = kinds.get("parameters", 0.0) + kinds.pop("gradients", 0.0)  # which are split together
-    largest = max(("parameters", "optimizer", "activations"), key=lambda kind: kinds.get(kind, 0.0))
-    whose, remedy = f"the GPU of rank {rank.rank}", _saves_memory(largest, strategy, rank.batches)
-    if use.place != "GPU":
-        whose = f"the {use.place} of rank {rank.rank}, {rank.host},"
-        remedy = "Use smaller batches, fewer ranks or DataLoader workers on this host, or a host with more memory."
-    held = ", ".join(f"{kind} {size(held_bytes)}" for kind, held_bytes in use.kinds_bytes.items() if held_bytes)
-    evidence = f"{whose} had {size(use.peak_bytes)} of {size(use.limit_bytes)} in use"
-    evidence += f"; the rank holds {held}." if held else "."
-    yield _finding("memory near the limit", step, rank.rank, 0.0, evidence, remedy)

@@ -32,13 +32,10 @@ class RankFigures:
             "activations" for transfers of split layers.
         activations_rate: bytes per second of the transfers of split layers.
         transfers: between ranks, in a step.
-        pushes: to parameter servers over a network; absent without any.
         is_metered: whether its strategy measures transfers.
         batches: batches of an optimizer step.
         data_workers: worker processes of its DataLoader; absent if unknown.
-        threads: intra-op threads.
-        cores: cores that the processes of its host may use.
-        memory: memory in use; absent if not measured.
+        parameters_bytes: of the parameters that it holds.
         operators: of one step, those with the most time of their own; empty if operators were not recorded.
         launches: the launches of that step's kernels; absent without a GPU.
         trace: the file of torch's profiler with that step, on the rank's host.
@@ -55,13 +52,10 @@ class RankFigures:
     waits_s: Mapping[str, float] = field(default_factory=dict)
     activations_rate: float = 0.0
     transfers: Sequence[TransferSums] = ()
-    pushes: Pushes | None = None
     is_metered: bool = True
     batches: int = 1
     data_workers: int | None = None
-    threads: int = 1
-    cores: int = 1
-    memory: MemoryUse | None = None
+    parameters_bytes: int = 0
     operators: Sequence[OperatorTime] = ()
     launches: LaunchQueue | None = None
     trace: str | None = None
@@ -143,19 +137,6 @@ class OperatorTime(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Pushes:
-    """What a rank and parameter servers exchange over a network in a step.
-
-    Attributes:
-        seconds: from the first push of gradients to the last weights.
-        count: the number of pushes; each is answered by as many bytes of weights.
-    """
-
-    seconds: float
-    count: float
-
-
-@dataclass(frozen=True)
 class ReadValues:
     """Values of tensors that a function waits for in a step, by ``item()`` and the like.
 
@@ -165,23 +146,6 @@ class ReadValues:
     function: str
     count: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class MemoryUse:
-    """Memory in use on a rank's GPU, on its host, or in the container that limits the host's memory.
-
-    Attributes:
-        place: "GPU", "host" or "container".
-        peak_bytes: the most bytes that all processes together had in use.
-        limit_bytes: the most bytes that they can have.
-        kinds_bytes: bytes that the rank itself holds, by kind: "parameters", "gradients", "optimizer", "activations".
-    """
-
-    place: str
-    peak_bytes: float
-    limit_bytes: float
-    kinds_bytes: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

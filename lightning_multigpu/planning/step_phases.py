@@ -29,8 +29,8 @@ PHASES = (
 """In the order in which reports show them.
 
 "communication" is the exposed part of the transfers; "stage_wait" the time in which a rank of a pipeline waits for
-messages of other stages; "callbacks" the time of callbacks, hooks of the module and loggers; "other" the rest of
-Lightning's loop: results of steps, learning-rate schedulers, the progress bar.
+messages of other stages; "callbacks" the time of callbacks and hooks of the module; "other" the rest of Lightning's
+loop: results of steps, loggers, learning-rate schedulers, the progress bar.
 """
 
 

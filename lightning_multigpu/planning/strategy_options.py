@@ -6,9 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-_STAGED = ("PipelineStrategy", "HybridStrategy")
-_SPLITS_MODEL = (*_STAGED, "TensorSplitStrategy")
-
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
@@ -23,11 +20,6 @@ class StrategyOptions:
     class_name: str = ""
     fixed: Mapping[str, Any] = field(default_factory=dict)
     chosen: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def splits_model(self) -> bool:
-        """Whether each rank holds a part of the model."""
-        return self.class_name in _SPLITS_MODEL
 
     def of_pipeline(self, option: str) -> Any:
         """The value of a pipeline's option; None where it is at its default."""
@@ -52,16 +44,6 @@ class StrategyOptions:
         excluded = _EXCLUDE_COMPRESSION.get(self.class_name)
         possible = excluded is not None and not excluded & {**self.fixed, **self.chosen}.keys()
         return self.with_(compression="bf16") if possible else None
-
-    def with_checkpointing(self) -> str | None:
-        """The strategy with ``activation_checkpointing``, as code; None where that cannot be, or is so already."""
-        options = {**self.fixed, **self.chosen}
-        if not self.class_name:
-            return None
-        if self.class_name in _STAGED:
-            impossible = self.of_pipeline("schedule") == "zero_bubble" or self.of_pipeline("activation_checkpointing")
-            return None if impossible else self.with_pipeline(activation_checkpointing=True)
-        return None if options.get("activation_checkpointing") else self.with_(activation_checkpointing=True)
 
 
 _EXCLUDE_COMPRESSION = {

@@ -108,19 +108,19 @@ class ReportedRank(RunMetrics):
 
 @dataclass(frozen=True, kw_only=True)
 class HeldMemory:
-    """Bytes that a rank held at the end of training; keys of what was not measured are absent.
+    """Bytes that a rank held at the end of training.
 
     Attributes:
         gradients_bytes: with the buffers in which gradients travel.
-        optimizer_bytes: without states that are offloaded to the host; absent if servers have them.
+        optimizer_bytes: without states in the host's memory, or on servers.
         activations_bytes: the most that autograd kept for backward in a step, if ProfilerReport was asked for it.
         device_peak_bytes: on GPUs, the most that torch had allocated.
     """
 
     rank: int
-    parameters_bytes: int | None = None
-    gradients_bytes: int | None = None
-    optimizer_bytes: int | None = None
+    parameters_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
     activations_bytes: int | None = None
     device_peak_bytes: int | None = None
 
@@ -176,7 +176,7 @@ class Profile:
     Attributes:
         step_s: median optimizer step, in seconds, of the rank with the longest one.
         ranks: one a rank, in rank order.
-        findings: the largest saving first, then those that save nothing.
+        findings: the largest saving first.
         pipelines: side by side; those of which a step was timed.
     """
 
@@ -193,20 +193,10 @@ class Profile:
             raise ReportError("the profile has a finding of a rank that it lacks")
 
     @property
-    def savings(self) -> list[Finding]:
-        """The findings that save time."""
-        return [finding for finding in self.findings if finding.saving_s > 0]
-
-    @property
-    def limits(self) -> list[Finding]:
-        """The findings that save no time: limits that the run is near to."""
-        return [finding for finding in self.findings if finding.saving_s <= 0]
-
-    @property
     def shown(self) -> RankFigures:
         """The rank of the first finding; without any, the one that computes for longest."""
-        if self.savings:
-            return next(rank for rank in self.ranks if rank.rank == self.savings[0].rank)
+        if self.findings:
+            return next(rank for rank in self.ranks if rank.rank == self.findings[0].rank)
         return max(self.ranks, key=lambda rank: rank.own_s)
 
 
@@ -259,41 +249,9 @@ class RankRecord:
     """Its communication in a step by purpose, in ms."""
     memory: HeldMemory | None = None
     """The memory that it held at the end of training."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProfiledRank:
-    """The part of one rank in a profile; ``stages`` are those of a pipeline."""
-
-    figures: RankFigures
+    profiled: RankFigures | None = None
     stages: StageRecord | None = None
-
-
-def build_profile(
-    told: Sequence[ProfiledRank], servers: ServersSection | None, strategy: StrategyOptions
-) -> Profile | None:
-    """The profile of the ranks, in rank order; None where a rank has profiled no step.
-
-    ``strategy`` is the strategy by its class, whose options remedies name.
-    """
-    if not all(each.figures.steps for each in told):
-        return None
-    ranks = [each.figures for each in told]
-    pipelines = timed_pipelines(
-        [(each.figures.rank, each.figures.node, each.stages) for each in told if each.stages is not None]
-    )
-    return Profile(
-        step_s=max(rank.step_s for rank in ranks),
-        ranks=ranks,
-        findings=diagnose(
-            ranks,
-            pipeline=pipelines[0].figures() if pipelines else None,
-            shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
-            strategy=strategy,
-            asynchronous=bool(servers and servers.workers),  # they alone have a staleness
-        ),
-        pipelines=pipelines,
-    )
+    """The stages of a pipeline that it had, where they were recorded."""
 
 
 def build(
@@ -305,11 +263,12 @@ def build(
     aggregations: Mapping[str, Aggregation],
     parameter_servers: ServersSection | None = None,
     tensor_split: SplitPlan | None = None,
-    profile: Profile | None = None,
+    strategy_options: StrategyOptions = StrategyOptions(),  # noqa: B008
 ) -> RunDocument:
     """The report of a run, from one record a rank in any order, and other fields of :class:`RunDocument`.
 
     ``aggregations`` say how each key's values become the run's; the keys of the report come in this order.
+    ``strategy_options`` are those that remedies name. There is a profile if each rank has profiled a step.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
@@ -347,8 +306,26 @@ def build(
         memory=held if len(held) == len(ranks) else None,
         parameter_servers=parameter_servers,
         tensor_split=tensor_split,
-        profile=profile,
+        profile=_profile(in_order, parameter_servers, strategy_options),
     )
+
+
+def _profile(
+    records: Sequence[RankRecord], servers: ServersSection | None, strategy: StrategyOptions
+) -> Profile | None:
+    ranks = [record.profiled for record in records if record.profiled is not None and record.profiled.steps]
+    if len(ranks) < len(records):
+        return None
+    pipelines = timed_pipelines([(each.rank, each.node, each.stages) for each in records if each.stages is not None])
+    findings = diagnose(
+        ranks,
+        pipeline=pipelines[0].figures() if pipelines else None,
+        shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
+        strategy=strategy,
+        asynchronous=bool(servers and servers.workers),  # they alone have a staleness
+    )
+    step_s = max(rank.step_s for rank in ranks)
+    return Profile(step_s=step_s, ranks=ranks, findings=findings, pipelines=pipelines)
 
 
 def encoded(report: Mapping[str, Any]) -> bytes:

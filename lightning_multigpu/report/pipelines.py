@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.pipelines.timeline import StageRecord, Timeline, bubble, median_step, same_work
-from lightning_multigpu.report.schedule_picture import Panel, draw
+from lightning_multigpu.report.schedule_picture import draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +42,8 @@ class TimedPipeline:
         title = f"{self.schedule}, {self.num_micro_batches} micro-batches"
         theory = f"{title}, in theory (the same work in equal stages, messages in no time)"
         labels = [f"rank {rank}" for rank in self.ranks]
-        panels = ((theory, self.theory), (f"{title}, as measured", self.timelines))
-        return draw([Panel(f"{name}: bubble {100 * bubble(lines):.1f} %", labels, lines) for name, lines in panels])
+        panels = {theory: self.theory, f"{title}, as measured": self.timelines}
+        return draw({f"{name}: bubble {100 * bubble(each):.1f} %": each for name, each in panels.items()}, labels)
 
 
 def timed_pipelines(records: Sequence[tuple[int, int, StageRecord]]) -> list[TimedPipeline]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
 from lightning_multigpu.planning.numbers import ms
@@ -23,17 +22,10 @@ _ROW, _GAP, _AXIS, _TITLE, _LEGEND = 22.0, 6.0, 26.0, 30.0, 34.0
 _DIGIT = 6.5  # the width of one, and of the space around a number
 
 
-@dataclass(frozen=True)
-class Panel:
-    """A picture of the timelines of some ranks in one step, under a title; ``labels`` name the ranks."""
+def draw(panels: Mapping[str, Sequence[Timeline]], labels: Sequence[str]) -> str:
+    """Draws the timelines under each title as an SVG document, one panel below the other on one scale of time.
 
-    title: str
-    labels: Sequence[str]
-    timelines: Sequence[Timeline]
-
-
-def draw(panels: Sequence[Panel]) -> str:
-    """Draws panels as an SVG document, one below the other on one scale of time, each from its first pass to its last.
+    A panel begins with its first pass and ends with its last. ``labels`` name the ranks.
 
     Boxes have the number of their micro-batch if there is room; later stages of a rank are darker. White is idle. A
     pointer that rests on a box shows its meaning and its milliseconds.
@@ -41,20 +33,22 @@ def draw(panels: Sequence[Panel]) -> str:
     Raises:
         ValueError: a panel has no pass.
     """
-    spans = [span(panel.timelines) for panel in panels]
+    spans = [span(timelines) for timelines in panels.values()]
     longest_s = max(end_s - start_s for start_s, end_s in spans)
     shapes: list[str] = []
     y = 0.0
-    for panel, (start_s, end_s) in zip(panels, spans, strict=True):
-        shapes.append(_text(10, y + 19, panel.title, weight="bold"))
+    for (title, timelines), (start_s, end_s) in zip(panels.items(), spans, strict=True):
+        shapes.append(_text(10, y + 19, title, weight="bold"))
         y += _TITLE
-        for label, timeline in zip(panel.labels, panel.timelines, strict=True):
-            shapes += [_text(4, y + 17, label), *_boxes(panel, label, _within(timeline, start_s, end_s), longest_s, y)]
+        for label, timeline in zip(labels, timelines, strict=True):
+            intervals = _within(timeline, start_s, end_s)
+            shapes += [_text(4, y + 17, label), *_boxes(timelines, label, intervals, longest_s, y)]
             y += _ROW + _GAP
         shapes += _axis(longest_s, y)
         y += _AXIS
-    several = any(i.stage >= len(panel.timelines) for panel in panels for line in panel.timelines for i in line)
-    shapes += _legend(_kinds(panels), "; darker: later stages of the rank" if several else "", y)
+    drawn = [interval for timelines in panels.values() for timeline in timelines for interval in timeline]
+    darker = "; darker: later stages of the rank" if any(i.stage >= len(labels) for i in drawn) else ""
+    shapes += _legend({interval.kind for interval in drawn}, darker, y)
     width, height = f"{_LEFT + _WIDTH + _RIGHT:g}", f"{y + _LEGEND:g}"
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
     head += 'font-family="sans-serif" font-size="12">'
@@ -62,10 +56,14 @@ def draw(panels: Sequence[Panel]) -> str:
 
 
 def _boxes(
-    panel: Panel, label: str, intervals: Iterator[tuple[Interval, float, float]], longest_s: float, y: float
+    timelines: Sequence[Timeline],
+    label: str,
+    intervals: Iterator[tuple[Interval, float, float]],
+    longest_s: float,
+    y: float,
 ) -> Iterator[str]:
     """The boxes of a rank, whose intervals come with their seconds from the panel's begin."""
-    num_ranks, stages = len(panel.timelines), {i.stage for line in panel.timelines for i in line if i.kind in BUSY}
+    num_ranks, stages = len(timelines), {i.stage for line in timelines for i in line if i.kind in BUSY}
     per_rank = math.ceil(len(stages) / num_ranks)
     for i, begin_s, stop_s in intervals:
         is_busy = i.kind in BUSY
@@ -89,8 +87,8 @@ def _axis(end_s: float, y: float) -> Iterator[str]:
         yield _text(_LEFT + at_s * _WIDTH / end_s, y + 18, ms(at_s), anchor=anchor)
 
 
-def _legend(kinds: Sequence[str], darker: str, y: float) -> Iterator[str]:
-    for place, kind in enumerate(kinds):
+def _legend(kinds: set[str], darker: str, y: float) -> Iterator[str]:
+    for place, kind in enumerate(kind for kind in _COLOURS if kind in kinds):
         x = _LEFT + 130 * place
         yield f'<rect x="{x:g}" y="{y + 6:g}" width="14" height="14" fill="{_COLOURS[kind]}"/>'
         yield _text(x + 20, y + 18, kind)
@@ -99,11 +97,6 @@ def _legend(kinds: Sequence[str], darker: str, y: float) -> Iterator[str]:
 
 def _text(x: float, y: float, text: str, *, anchor: str = "start", weight: str = "normal") -> str:
     return f'<text x="{x:.1f}" y="{y:g}" text-anchor="{anchor}" font-weight="{weight}">{escape(text)}</text>'
-
-
-def _kinds(panels: Sequence[Panel]) -> list[str]:
-    found = {i.kind for panel in panels for timeline in panel.timelines for i in timeline}
-    return [kind for kind in _COLOURS if kind in found]
 
 
 def _within(timeline: Timeline, start_s: float, end_s: float) -> Iterator[tuple[Interval, float, float]]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.planning.diagnosis import SMALLEST_SHARE, Finding
+from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.numbers import BYTES, ms, number, size
 from lightning_multigpu.planning.pipelines.timeline import bubble, usage
 from lightning_multigpu.planning.rank_figures import RankFigures
@@ -17,8 +17,6 @@ from lightning_multigpu.report.document import Profile, RunDocument
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
-BETWEEN_STAGES = "between stages"
-"""The purpose of messages between the stages of a pipeline."""
 SAMPLES, STEP, EXPOSED = "throughput/samples_per_sec", "throughput/step_ms", "communication/exposed_ms"
 _RUN_FIGURES = {
     SAMPLES: ("throughput", "samples/s"),
@@ -111,13 +109,13 @@ def verdict(report: RunDocument) -> list[str]:
     if (profile := report.profile) is None:
         return _cost_of_communication(report)
     rank = profile.shown
-    if not profile.savings:
+    if not profile.findings:
         largest = max(rank.phases_s, key=lambda phase: rank.phases_s[phase])
         return [
             f"No remedy is known that would save 5 % of a step; its largest part is {words(largest)}, "
             f"{_part(rank, rank.phases_s[largest])}."
         ]
-    first = profile.savings[0]
+    first = profile.findings[0]
     names = " and ".join(words(phase) for phase in first.phases if phase in rank.phases_s)
     # Reads of values lie within several phases, and several ranks may share what a remedy saves.
     seconds = max(first.saving_s, rank.of(*first.phases))
@@ -130,15 +128,10 @@ def _cost_of_communication(report: RunDocument) -> list[str]:
     if not {EXPOSED, STEP} <= metrics.keys():
         return []
     exposed_ms, step_ms = (metrics[key]["mean"] for key in (EXPOSED, STEP))
-    share = exposed_ms / step_ms
-    found = [f"A step takes {number(step_ms)} ms: ranks wait for communication for {100 * share:.1f} % of their time."]
-    carries_activations = report.tensor_split is not None or BETWEEN_STAGES in (report.communication_ms or {})
-    if share >= 2 * SMALLEST_SHARE and not carries_activations:  # they travel with each batch, however large
-        found.append(
-            f"With batches of twice the size, {number(step_ms - exposed_ms / 2)} ms are predicted for as many samples. "
-            "ProfilerReport looks for the cause."
-        )
-    return found
+    return [
+        f"A step takes {number(step_ms)} ms: ranks wait for communication for {100 * exposed_ms / step_ms:.1f} % of "
+        "their time. ProfilerReport tells what would make it shorter."
+    ]
 
 
 def saving(profile: Profile, finding: Finding) -> str:
@@ -152,7 +145,7 @@ def _part(rank: RankFigures, seconds: float) -> str:
 
 def step_tree(profile: Profile) -> list[TreeRow]:
     """The step of the rank that the verdict is about, its phases and what is known of their parts; marks the cause."""
-    rank, cause = profile.shown, profile.savings[0] if profile.savings else None
+    rank, cause = profile.shown, profile.findings[0] if profile.findings else None
     inside = {"communication": rank.waits_s, "callbacks": rank.callbacks_s}
 
     def row(depth: int, name: str, seconds: float, *, is_cause: bool = False) -> TreeRow:
@@ -171,15 +164,16 @@ def step_tree(profile: Profile) -> list[TreeRow]:
 def sections(report: RunDocument) -> Iterator[Section]:
     """All that was measured."""
     if report.profile is not None:
-        for of_profile in (_phases, _schedule, _transfers):
-            yield from of_profile(report.profile, report.strategy.name)
+        yield from _phases(report.profile)
+        yield from _schedule(report.profile)
+        yield from _transfers(report.profile, report.strategy.name)
     for of_run in (_whole_run, _memory, _staleness):
         yield from of_run(report)
     if report.profile is not None:
         yield from _operators(report.profile)
 
 
-def _phases(profile: Profile, _: str) -> Iterator[Section]:
+def _phases(profile: Profile) -> Iterator[Section]:
     used = _used_phases([profile])
     rows = []
     for rank in profile.ranks:
@@ -198,7 +192,7 @@ def _used_phases(profiles: Sequence[Profile]) -> list[str]:
     return [phase for phase in PHASES if any(phase in rank.phases_s for each in profiles for rank in each.ranks)]
 
 
-def _schedule(profile: Profile, _: str) -> Iterator[Section]:
+def _schedule(profile: Profile) -> Iterator[Section]:
     """A section for each pipeline; the first one has the picture."""
     for index, step in enumerate(profile.pipelines):
         used, number_of = usage(step.timelines), "" if len(profile.pipelines) == 1 else f" in pipeline {index}"

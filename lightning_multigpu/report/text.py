@@ -45,13 +45,11 @@ def comparison(reports: Mapping[str, RunDocument]) -> str:
 
 def _diagnosis(profile: Profile) -> list[str]:
     lines = ["", "What would make a step shorter, the largest saving first:"]
-    if not profile.savings:
+    if not profile.findings:
         lines = ["", "Nothing was found that would save 5 % of a step."]
-    for place, finding in enumerate(profile.savings, 1):
+    for place, finding in enumerate(profile.findings, 1):
         lines.append(f"{place}. {finding.kind}: {sections.saving(profile, finding)}")
         lines += _wrapped((finding.evidence, finding.remedy))
-    for finding in profile.limits:
-        lines += ["", f"{finding.kind.capitalize()}:", *_wrapped((finding.evidence, finding.remedy))]
     return lines
 
 

@@ -15,7 +15,7 @@ from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
-from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport, pieces_of
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, unused_error
 from lightning_multigpu.strategies import option_checks
@@ -146,7 +146,7 @@ class AveragedGradients:
             # which DDP sends rank 0's buffers: torch 2.13 renamed the flag, and the old argument would leave them as
             # they are.
             wrapped.broadcast_buffers = wrapped.forward_sync_buffers = False
-            self.reducer.attach(wrapped, pieces_of(strategy._module))
+            self.reducer.attach(wrapped)
         return wrapped
 
     def watch_given_gradients(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
@@ -114,7 +115,13 @@ def check(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
         check_dense(module)
     check_loaders(trainer, strategy.data_parallel_size)
     if strategy.groups is not None:
-        check_alike({"accumulate_grad_batches": str(trainer.accumulate_grad_batches)}, strategy.collectives.world)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+        accumulated = {
+            "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
+            "GradientAccumulationScheduler": ", ".join(str(dict(sorted(each.items()))) for each in schedules) or "none",
+        }
+        check_alike(accumulated, strategy.collectives.world)
         check_model(module, strategy.collectives.world)
     directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
     if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only

@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from lightning_multigpu.bench.collectives.operations import OPERATIONS, Buffers
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 
 
-def liar(group: dist.ProcessGroup) -> dict[str, Call]:
+def liar(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     """One element on the last rank, or everything where ``barrier`` is concerned, is not what it should be."""
     right = torch_collectives(group)
 
@@ -35,14 +34,14 @@ def liar(group: dist.ProcessGroup) -> dict[str, Call]:
     return {operation.name: wrongly(right[operation.name]) for operation in OPERATIONS}
 
 
-def forgetful(group: dist.ProcessGroup) -> dict[str, Call]:
+def forgetful(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     """Right at first, then it does nothing any more."""
     right = torch_collectives(group)["all_reduce"]
     calls = iter([True])
     return {"all_reduce": lambda b: right(b) if next(calls, False) else None}
 
 
-def faulty(group: dist.ProcessGroup) -> dict[str, Call]:
+def faulty(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     """A different fault in each operation, on rank 1 unless all ranks refuse."""
 
     def on_rank_one(fault: Callable[[], None]) -> Call:
@@ -71,12 +70,6 @@ FAULTY = Implementation("faulty", "gloo", faulty, "fails in many ways")
 def obey(settings: Any, seat: Seat, turns: Turns) -> None:
     """A job that does what it is told: answers, or ends in one of several ways on one rank."""
     for word, rank in turns:
-        if word == "end late":
-            turns.answer(None)
-            if seat.rank == rank:
-                threading.Event().wait(1.0)
-                Path(settings).touch()
-            return
         if word == "die and raise":
             if seat.rank == rank:
                 os.kill(os.getpid(), signal.SIGKILL)

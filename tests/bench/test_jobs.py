@@ -14,11 +14,9 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_multigpu.bench import calibration
-from lightning_multigpu.bench.jobs import host_agents, rank_process
+from lightning_multigpu.bench.jobs import rank_process
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.jobs.placement import Placement, placement
-from lightning_multigpu.bench.strategies import strategy_rank
 from tests.bench.conftest import ranks
 from tests.bench.planted import obey
 from tests.world import free_port
@@ -46,10 +44,7 @@ class TestOneHost:
         monkeypatch.setenv("WORLD_SIZE", "17")  # of a launcher: not the ranks' concern
         job, answers = started(hosts, ("answer", None), ("answer", None), settings="settings")
         for _ in range(2):
-            assert answers() == [
-                ["settings", 0, 0, None, 3],
-                ["settings", 1, 1, None, 3],
-            ]
+            assert answers() == [["settings", rank, rank, None, 3] for rank in range(2)]
         job.end()
         assert not ranks()
 
@@ -100,23 +95,6 @@ class TestOneHost:
         with pytest.raises(JobError, match="rank 1: EOFError: unexpected") as raised:
             answers()
         assert raised.value.status == "crashed"
-        assert not ranks()
-
-    def test_modules_of_later_jobs_are_imported_before_ranks_are_forked(self) -> None:
-        """Each rank of a calibration imported Lightning by itself, which took six minutes."""
-        with HostAgents(placement(2, environment={}), threads=1, modules=["tests.bench.models"]) as hosts:
-            with patch.object(host_agents, "fork_server", wraps=host_agents.fork_server) as server:
-                job, answers = started(hosts, ("answer", None))
-            answers()
-            job.end()
-        assert "tests.bench.models" in server.call_args.args[0]
-        assert strategy_rank.__name__ in calibration.RANK_MODULES
-
-    def test_what_is_not_ended_is_killed(self) -> None:
-        with HostAgents(placement(2, environment={}), threads=1) as hosts:
-            _, answers = started(hosts, ("answer", None), ("hang", 0))
-            answers()
-            assert len(ranks()) == 2
         assert not ranks()
 
     def test_jobs_take_turns(self, hosts: HostAgents) -> None:
@@ -172,18 +150,6 @@ class TestTwoHosts:
                 hosts.check_settings({})
         assert not target.exists()
 
-    def test_ranks_of_another_host_end_in_their_own_time(self, tmp_path: Path) -> None:
-        """The first host that had ended killed those of the other host, whose guardian reported a failure."""
-        has_ended = tmp_path / "rank 3 has ended"
-
-        def check(hosts: HostAgents) -> None:
-            job, answers = started(hosts, ("end late", 3), settings=str(has_ended))
-            answers()
-            job.end()
-
-        on_both_hosts(check)
-        assert has_ended.exists()
-
     def test_a_death_explains_what_the_ranks_of_other_hosts_raise(self) -> None:
         def check(hosts: HostAgents) -> None:
             _, answers = started(hosts, ("answer", None), ("die and raise", 3))
@@ -234,43 +200,24 @@ class TestPlacement:
         with pytest.raises(ValueError, match=f"MASTER_PORT={port} is out of range"):
             placement(2, 2, {"MASTER_ADDR": "a", "MASTER_PORT": port, "NODE_RANK": "0"})
 
-    TORCHRUN = {  # noqa: RUF012 - a constant
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "RANK": "5",
-        "WORLD_SIZE": "6",
-        "LOCAL_RANK": "2",
-        "LOCAL_WORLD_SIZE": "3",
-        "GROUP_RANK": "1",
-        "MASTER_ADDR": "first",
-        "MASTER_PORT": "29500",
-    }
-
-    def test_torchrun(self) -> None:
-        place = placement(None, None, self.TORCHRUN)
+    def test_torchrun_decides_how_many(self) -> None:
+        ranks = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1"}
+        store = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        environment = {**ranks, **store, "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
+        place = placement(None, None, environment)
         assert (place.agent, place.num_agents) == (5, 6)
         assert (place.node_rank, place.num_nodes, place.devices, place.local_ranks) == (1, 2, 3, (2,))
         assert place.rank(2) == 5
         assert place.has_store
-
-    def test_torchrun_decides_how_many(self) -> None:
         with pytest.raises(ValueError, match="--devices=2, and the launcher has started 3"):
-            placement(2, None, self.TORCHRUN)
+            placement(2, None, environment)
         with pytest.raises(ValueError, match="--num-nodes=1, and the launcher has started 2"):
-            placement(3, 1, self.TORCHRUN)
+            placement(3, 1, environment)
 
     def test_slurm(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        slurm = {
-            "SLURM_NTASKS": "4",
-            "SLURM_NTASKS_PER_NODE": "2",
-            "SLURM_JOB_NAME": "train",
-            "SLURM_JOB_ID": "4242",
-            "SLURM_NNODES": "2",
-            "SLURM_NODELIST": "node[7-8]",
-            "SLURM_NODEID": "1",
-            "SLURM_PROCID": "3",
-            "SLURM_LOCALID": "1",
-        }
+        job = {"NTASKS": "4", "NTASKS_PER_NODE": "2", "JOB_NAME": "train", "JOB_ID": "4242", "NNODES": "2"}
+        task = {"NODELIST": "node[7-8]", "NODEID": "1", "PROCID": "3", "LOCALID": "1"}
+        slurm = {f"SLURM_{name}": value for name, value in {**job, **task}.items()}
         for name, value in slurm.items():
             monkeypatch.setenv(name, value)
         for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets both: what was there before is put back

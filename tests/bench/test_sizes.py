@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
+
 import pytest
 
-from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
+from lightning_multigpu.bench.sizes import size_bytes, size_text
 
 
 @pytest.mark.parametrize(
@@ -27,7 +29,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "-1k", "64q", "k", "1.5", "1..5k", "inf"])
 def test_no_sizes(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 64k or 1MiB"):
+    with pytest.raises(ArgumentTypeError, match="such as 64k or 1MiB"):
         size_bytes(text)
 
 
@@ -40,11 +42,3 @@ def test_size_text() -> None:
         "3 MiB",
         "1 GiB",
     ]
-
-
-def test_geometric_sizes() -> None:
-    assert geometric_sizes(1024, 65536, 4) == [1024, 4096, 16384, 65536]
-    assert geometric_sizes(1024, 65535, 4) == [1024, 4096, 16384]
-    assert geometric_sizes(7, 7, 2) == [7]
-    with pytest.raises(ValueError, match="--max-size=1 is below --min-size=2"):
-        geometric_sizes(2, 1, 2)

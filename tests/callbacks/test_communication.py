@@ -141,17 +141,6 @@ def test_a_strategy_without_a_meter_is_named_once() -> None:
     assert monitor.statistics() == {}
 
 
-def test_one_rank_communicates_with_nobody() -> None:
-    script = Script()
-    fake = fake_trainer(script.meter, world_size=1)
-    monitor = CommunicationMonitor()
-    monitor.on_train_start(fake, Regression())
-    script.step(1.0)
-    monitor.finish()
-    assert monitor.statistics() == {}
-    assert not monitor.measures(fake)
-
-
 def test_two_ranks_log_the_same_figures_by_one_collective_an_interval(world2: World, tmp_path: Path) -> None:
     def train(log: bool) -> tuple[dict[str, float], list[float], list[int]]:
         monitor = CommunicationMonitor(log=log)

@@ -77,41 +77,25 @@ def test_a_gpu_that_cannot_be_read_says_why(
     assert [type(probe) for probe in found] == [HostProbe]
 
 
-class Times:
-    """The clocks of a host with two cores, moved by the test."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.wall_s = self.process_s = 0.0
-        self.num_threads = 1
-        monkeypatch.setattr(probes, "usable_cores", lambda: 2)
-        clocks = SimpleNamespace(perf_counter=lambda: self.wall_s, process_time=lambda: self.process_s)
-        monkeypatch.setattr(probes, "time", clocks)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: self.num_threads)
-
-    def pass_by(self, *, wall_s: float, process_s: float) -> None:
-        self.wall_s += wall_s
-        self.process_s += process_s
-
-
-def test_utilization_is_measured_against_the_intra_op_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    for num_threads, expected in [(1, 75.0), (2, 37.5), (64, 37.5)]:
-        times = Times(monkeypatch)
-        times.num_threads = num_threads
-        probe = HostProbe(is_device=True)
-        times.pass_by(wall_s=4.0, process_s=3.0)
-        assert probe.read()["device/utilization_percent"] == expected
-
-
-def test_each_reading_covers_the_time_since_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    times = Times(monkeypatch)
-    probe = HostProbe(is_device=True)
+@pytest.mark.parametrize(
+    ("num_threads", "used_s", "percents"),
+    [(1, (2.0, 1.0, 6.8), (50.0, 25.0, 100.0)), (2, (3.0, 1.0), (37.5, 12.5)), (64, (3.0,), (37.5,))],
+)
+def test_each_reading_covers_the_time_since_the_last_of_the_intra_op_threads(
+    num_threads: int, used_s: tuple[float, ...], percents: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two cores. More threads than those that compute do not make more than 100 %."""
+    clocks = SimpleNamespace(wall_s=0.0, process_s=0.0)
+    clocks.perf_counter, clocks.process_time = lambda: clocks.wall_s, lambda: clocks.process_s
+    monkeypatch.setattr(probes, "usable_cores", lambda: 2)
+    monkeypatch.setattr(probes, "time", clocks)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    host, probe = HostProbe(is_device=False), HostProbe(is_device=True)
     assert set(probe.read()) == {"device/process_rss_bytes", "device/memory_used_bytes"}, "no share of no time"
-    # More threads than those that compute do not make more than 100 %.
-    for process_s, percent in ((0.5, 50.0), (0.25, 25.0), (1.7, 100.0)):
-        times.pass_by(wall_s=1.0, process_s=process_s)
+    for process_s, percent in zip(used_s, percents, strict=True):
+        clocks.wall_s += 4.0
+        clocks.process_s += process_s
         assert probe.read()["device/utilization_percent"] == percent
-    host = HostProbe(is_device=False)
-    times.pass_by(wall_s=1.0, process_s=1.0)
     assert set(host.read()) == {"device/process_rss_bytes"}, "a GPU is the device"
 
 

@@ -16,7 +16,6 @@ from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, 
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.doctor import facts_of_host, pids_max, problems_of, report, shown_variables
 from lightning_multigpu.communication.job_secret import JOB_SECRET
-from lightning_multigpu.job import shared_gpus
 from tests import preforked
 from tests.commands.test_topology import gpus_are_there
 from tests.world import free_port
@@ -146,7 +145,7 @@ def test_two_processes_of_a_launcher_make_one_report() -> None:
     assert "2 hosts; the facts above are those of node 0" in first
     rows = [line.split("  ")[-1].strip() for line in first.splitlines() if "back end variables" in line]
     assert [row.partition(":")[0] for row in rows] == ["none", "NCCL_ALGO=Ring"]
-    assert second == ""
+    assert [line for line in second.splitlines() if "[c10d]" not in line] == [], "c10d warns of hosts without names"
     assert [process.returncode for process in started] == [int("PROBLEM" in first)] * 2
 
 
@@ -189,20 +188,6 @@ def test_gpus_driver_and_links_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch) ->
     found = facts_of_host("127.0.0.1", 2)
     assert (found["gpus"], found["driver"]) == (["NVIDIA A100, 81920 MiB"] * 2, "580.65.06")
     assert found["gpus_joined_by"] == "NVLink"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "version", "may"), [(2, (2, 28, 9), True), (1, (2, 31, 0), True), (1, (2, 28, 9), False)]
-)
-def test_two_ranks_share_a_gpu_where_nccl_lets_them(
-    gpus: int, version: tuple[int, int, int], may: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
-    found = facts_of_host("127.0.0.1", 2)
-    assert found["nccl"] == ".".join(map(str, version))
-    assert (found["no_nccl_because"] is None) == may
 
 
 def test_the_lowest_limit_of_a_container(tmp_path: Path) -> None:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any, ClassVar
 
 import psutil
 import pytest
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands import emulate as emulate_command
-from lightning_multigpu.emulation import EmulatedHosts, HostsUnavailable, namespaces
-from lightning_multigpu.emulation.job import HostsJob
+from lightning_multigpu.emulation import HostsUnavailable, namespaces
 from tests.hosts import require_hosts
 
 # Root's rights are left behind: what follows is user 1000, and owns nothing but its files.
@@ -91,15 +87,6 @@ def _marked(mark: str) -> list[int]:
     return left
 
 
-@pytest.mark.hosts
-def test_a_host_that_outlives_the_failure_of_another_is_ended(
-    hosts: EmulatedHosts, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with HostsJob(hosts, ["sh", "-c", "test $NODE_RANK = 1 || exit 5; exec sleep 1000"], env={}) as job:
-        assert job.wait(patience_s=0.5) == 5
-    assert "host1: not ended 0.5 s after another host, killed" in capfd.readouterr().err
-
-
 def test_a_kernel_without_user_namespaces_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,37 +101,3 @@ def test_a_machine_without_unshare_is_told_what_to_install(monkeypatch: pytest.M
     monkeypatch.setattr(namespaces.shutil, "which", lambda program: None)
     with pytest.raises(HostsUnavailable, match="install util-linux"):
         namespaces.become_root_of_a_user_namespace(["true"])
-
-
-class NoHosts(list[Any], contextlib.AbstractContextManager[Any]):
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class Starting(contextlib.nullcontext[Any]):
-    """A job that is sent SIGTERM while it starts; it ends well."""
-
-    sent: ClassVar[list[int]] = []
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__(self)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    def send_signal(self, number: int) -> None:
-        self.sent.append(number)
-
-    def wait(self) -> int:
-        return 0
-
-
-def test_a_signal_that_comes_while_the_command_starts_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emulate_command.os, "geteuid", lambda: 0)
-    monkeypatch.setattr(emulate_command, "EmulatedHosts", NoHosts)
-    monkeypatch.setattr(emulate_command, "HostsJob", Starting)
-    monkeypatch.setattr(Starting, "sent", [])
-    handler = signal.getsignal(signal.SIGTERM)
-    assert main(["emulate", "--", "true"]) == 143
-    assert Starting.sent == [signal.SIGTERM]
-    assert signal.getsignal(signal.SIGTERM) == handler

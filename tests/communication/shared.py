@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
-from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
+from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.world import init_group
 
@@ -44,22 +43,8 @@ def short_of_memory() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def errors_of(feedback: ErrorFeedback, pieces: Sequence[GradientPiece]) -> Tensor:
-    """The errors of a rank before its next step, flat, in the order of the pieces."""
-    errors = feedback.take(tuple(pieces))
-    feedback.give(tuple(pieces), errors)
-    return errors
-
-
-def total_errors(reduce: CompressedAllReduce, pieces: Sequence[GradientPiece]) -> Tensor:
-    """The sum of the errors of all ranks of the world; a collective."""
-    total = own_errors(reduce, pieces)
-    dist.all_reduce(total)
-    return total
-
-
-def own_errors(reduce: CompressedAllReduce, pieces: Sequence[GradientPiece]) -> Tensor:
-    """The errors that a rank keeps for its next step; empty without error feedback."""
-    found = [torch.empty(0)]
-    reduce.share_errors(pieces, pieces, lambda errors: found.append(errors.clone()))
-    return found[-1]
+def own_errors(reduce: CompressedAllReduce, *keys: str) -> Tensor:
+    """The errors that a rank keeps of these tensors for its next step, flat; empty without error feedback."""
+    if reduce._errors is None:
+        return torch.empty(0)
+    return torch.cat([reduce._errors._tensors[key].before for key in keys])

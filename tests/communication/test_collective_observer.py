@@ -23,24 +23,19 @@ class Told:
         self.events: list[str] = []
         self.fields: list[dict[str, Any]] = []
 
-    def began(self, operation: str, *, awaited: bool = True, **fields: Any) -> ToldNote:
+    def began(self, operation: str, *, awaited: bool = True, **fields: Any) -> Told:
         self.fields.append({"operation": operation, **fields})
         self.events.append("began" if awaited else "began, not awaited")
-        return ToldNote(self.events)
-
-
-class ToldNote:
-    def __init__(self, events: list[str]) -> None:
-        self._events = events
+        return self
 
     def awaited(self) -> None:
-        self._events.append("awaited")
+        self.events.append("awaited")
 
     def ended(self) -> None:
-        self._events.append("ended")
+        self.events.append("ended")
 
     def broke(self) -> None:
-        self._events.append("broke")
+        self.events.append("broke")
 
 
 def noted_meter() -> tuple[Meter, Told]:
@@ -84,8 +79,7 @@ def _group() -> dist.ProcessGroup:
 
 def _group_events() -> tuple[list[str], list[dict[str, Any]]]:
     meter, told = noted_meter()
-    group = _group()
-    metered = MeteredGroup(group, meter, name="world", device=torch.device("cpu"))
+    metered = MeteredGroup(_group(), meter, name="world", device=torch.device("cpu"))
     metered.all_reduce(torch.ones(3), "sum")
     metered.barrier()
     metered.broadcast_object("x" * 100, 0)  # more than fits into the first message
@@ -101,8 +95,7 @@ def test_every_collective_of_a_group(world2: World) -> None:
 
 def _announcer_events() -> list[str]:
     meter, told = noted_meter()
-    group = _group()
-    announcer = Announcer(group, meter)
+    announcer = Announcer(_group(), meter)
     announcer.announce(3, 3.0, flags=0)
     dist.barrier()
     announcer.collect()

@@ -11,25 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce, make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from tests.communication.shared import total_errors
+from tests.communication.shared import own_errors
 from tests.world import World, init_group, rank
 
-SETTINGS: dict[str, Any] = {
-    "int8": {"name": "int8", "chunk_size": 32},
-}
-PIECES = (
-    GradientPiece("wide", (16, 40)),
-    GradientPiece("bias", (16,)),
-    GradientPiece("tall", (50, 12)),
-    GradientPiece("number", ()),
-)
-NUMEL = sum(piece.numel for piece in PIECES)
+INT8 = {"name": "int8", "chunk_size": 32}
+NUMEL = 1257
 HOSTS = [[0, 1], [2, 3]]
-CROSSES = [[0, 2], [1, 3]]
 BITS = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-15}
 
 
@@ -39,18 +30,15 @@ def _own(lines: list[list[int]]) -> dist.ProcessGroup:
 
 
 @contextmanager
-def hierarchy(name: str | None = None, *, hosts: list[list[int]] = HOSTS) -> Iterator[HierarchicalAllReduce]:
+def hierarchy(*, compressed: bool = False, hosts: list[list[int]] = HOSTS) -> Iterator[HierarchicalAllReduce]:
     """Over four ranks; one host of four, or four hosts of one, are hierarchies as well."""
     init_group()
-    inside_group = _own(hosts) if len(hosts[0]) > 1 else None
-    crosses = [list(line) for line in zip(*hosts, strict=True)]
-    between_group = _own(crosses) if len(hosts) > 1 else None
+    inside = SharedMemoryAllReduce(_own(hosts)) if len(hosts[0]) > 1 else None
     between: RingAllReduce | CompressedAllReduce | None = None
-    if between_group is not None and name is not None:
-        between = CompressedAllReduce(between_group, make_compressor(SETTINGS[name]), segment_elements=100)
-    elif between_group is not None:
-        between = RingAllReduce(between_group)
-    inside = None if inside_group is None else SharedMemoryAllReduce(inside_group)
+    if len(hosts) > 1:
+        group = _own([list(line) for line in zip(*hosts, strict=True)])
+        coded = compressed and CompressedAllReduce(group, make_compressor(INT8), segment_elements=100)
+        between = coded or RingAllReduce(group)
     reduce = HierarchicalAllReduce(inside, between)
     try:
         yield reduce
@@ -101,21 +89,27 @@ def test_sums_are_those_of_all_ranks_to_the_same_bit(world4: World, hosts: list[
 
 
 def _kept(reduce: HierarchicalAllReduce, num_hosts: int = 2) -> Tensor:
-    """The mean of the hosts' errors, of which each rank has those of its own parts."""
+    """The mean of the hosts' errors, of which each rank has those of its own part."""
     assert reduce.compressed is not None
-    return total_errors(reduce.compressed, PIECES) / num_hosts
+    start, end = (
+        (0, NUMEL) if reduce.inside is None else chunk_bounds(NUMEL, reduce.inside.world_size)[reduce.inside.rank]
+    )
+    total = torch.zeros(NUMEL)
+    total[start:end] = own_errors(reduce.compressed, "a")
+    dist.all_reduce(total)
+    return total / num_hosts
 
 
-def _train(name: str, steps: range, hosts: list[list[int]] = HOSTS, nan_at: int = -1) -> Any:
+def _train(steps: range, hosts: list[list[int]] = HOSTS, nan_at: int = -1) -> Any:
     """The sum of the results of all steps, the errors behind the last one, and the results."""
-    with hierarchy(name, hosts=hosts) as reduce:
+    with hierarchy(compressed=True, hosts=hosts) as reduce:
         total = torch.zeros(NUMEL)
         results = []
         for step in steps:
             tensor = given(step, rank())
             if step == nan_at and rank() == 3:
                 tensor[-1] = float("nan")  # in the shard of the second rank of each host
-            reduce(tensor, PIECES, average=True)
+            reduce(tensor, "a", average=True)
             reduce.end_step()
             results.append(tensor)
             if step != nan_at:
@@ -125,11 +119,10 @@ def _train(name: str, steps: range, hosts: list[list[int]] = HOSTS, nan_at: int 
         return total, _kept(reduce, len(hosts)), results
 
 
-@pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("hosts", [HOSTS, OTHER_LAYOUTS[1]], ids=["hosts", "ranks"])
-def test_what_was_sent_and_what_is_kept_is_what_was_given(world4: World, name: str, hosts: list[list[int]]) -> None:
+def test_what_was_sent_and_what_is_kept_is_what_was_given(world4: World, hosts: list[list[int]]) -> None:
     """All ranks hold the same bits."""
-    found = world4.run(_train, name, range(6), hosts)
+    found = world4.run(_train, range(6), hosts)
     expected = torch.stack([given(step, r) for step in range(6) for r in range(4)]).sum(0) / 4
     for total, kept, results in found:
         torch.testing.assert_close(total + kept, expected, rtol=1e-4, atol=1e-4)
@@ -137,49 +130,20 @@ def test_what_was_sent_and_what_is_kept_is_what_was_given(world4: World, name: s
         assert kept.abs().max() > 1e-3, "else nothing was compressed"
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_step_that_is_not_finite_in_one_shard_leaves_the_errors_of_all(world4: World, name: str) -> None:
-    before = world4.run(_train, name, range(3))
-    after = world4.run(_train, name, range(4), HOSTS, 3)
+def test_a_step_that_is_not_finite_in_one_shard_leaves_the_errors_of_all(world4: World) -> None:
+    before = world4.run(_train, range(3))
+    after = world4.run(_train, range(4), HOSTS, 3)
     for (_, errors, _), (_, kept, results) in zip(before, after, strict=True):
         assert not results[3].isfinite().all(), "loss scaling must see it"
         assert torch.equal(errors, kept)
 
 
-def _other_buckets(name: str, idle_steps: int = 0) -> Any:
-    """Buckets change after the first step, and with them the owners of most elements."""
-    with hierarchy(name) as reduce:
-        total = torch.zeros(NUMEL)
-        for step in range(3 + idle_steps):
-            tensor = given(step, rank()) if step < 3 else torch.zeros(NUMEL)
-            if step == 0:
-                reduce(tensor, PIECES, average=True)
-            else:
-                parts = tensor.split([PIECES[0].numel, NUMEL - PIECES[0].numel])
-                reduce(parts[0], PIECES[:1], average=True)
-                reduce(parts[1], PIECES[1:], average=True)
-            reduce.end_step()
-            total += tensor
-        return total, _kept(reduce)
-
-
-def test_errors_follow_their_parameters_when_buckets_change(world4: World) -> None:
-    results = world4.run(_other_buckets, "int8")
-    expected = torch.stack([given(step, r) for step in range(3) for r in range(4)]).sum(0) / 4
-    for total, kept in results:
-        torch.testing.assert_close(total + kept, expected, rtol=1e-4, atol=1e-4)
-    # Steps without gradients send all errors, but not those of a rank that no longer reduces these elements.
-    for _, kept in world4.run(_other_buckets, "int8", 6):
-        assert kept.abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_lossless_tensors_pass_a_compressing_hierarchy(world4: World, name: str) -> None:
-    for tensor in world4.run(_without_pieces, name):
+def test_lossless_tensors_pass_a_compressing_hierarchy(world4: World) -> None:
+    for tensor in world4.run(_without_a_key):
         expected = torch.stack([given(0, r) for r in range(4)]).mean(0)
         torch.testing.assert_close(tensor, expected, rtol=1e-6, atol=1e-6)
 
 
-def _without_pieces(name: str) -> Tensor:
-    with hierarchy(name) as reduce:
+def _without_a_key() -> Tensor:
+    with hierarchy(compressed=True) as reduce:
         return reduce(given(0, rank()), average=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
 
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.barrier import Barrier
-from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.communication.shared import shared_memory
 from tests.world import World, init_group
 
@@ -142,19 +140,3 @@ def test_fast_ranks_neither_read_too_early_nor_write_too_early(world: World, whe
     for results in world.run(_one_rank_is_slow, n - 1, where):
         for call, result in enumerate(results):
             assert torch.equal(result, torch.arange(5000) * (n * call + n * (n - 1) // 2))
-
-
-def _several_groups() -> list[torch.Tensor]:
-    init_group()
-    rank = dist.get_rank()
-    groups = [dist.new_group([0, 2], backend="gloo"), dist.new_group([1, 3], backend="gloo")]
-    with shared_memory() as everyone, contextlib.closing(SharedMemoryAllReduce(groups[rank % 2])) as half:
-        results = [torch.full((3000,), float(rank)) for _ in range(6)]
-        for index, result in enumerate(results):
-            (everyone if index % 3 == 0 else half)(result)
-        return [result.unique() for result in results]
-
-
-def test_groups_keep_to_themselves(world4: World) -> None:
-    for rank, results in enumerate(world4.run(_several_groups)):
-        assert [float(result) for result in results] == [6.0, *2 * [2.0 if rank % 2 == 0 else 4.0]] * 2

@@ -210,28 +210,3 @@ def test_tensors_do_not_eat_up_the_descriptors(world2: World) -> None:
     for last, beyond, descriptors in world2.run(_too_many):
         assert (last, beyond) == (True, False)
         assert descriptors <= 1
-
-
-def _parts_of_others() -> str:
-    with shared_memory() as shared:
-        try:
-            shared.move(torch.zeros(10)[2:], 0)
-        except SharedMemoryUnavailableError as error:
-            return str(error)
-        return ""
-
-
-def test_a_part_of_a_tensor_cannot_move(world2: World) -> None:
-    assert all("storage of its own" in text for text in world2.run(_parts_of_others))
-
-
-def test_torch_still_moves_a_storage_with_its_views() -> None:
-    """torch's way to the descriptor, which is not public."""
-    tensor = torch.arange(6.0)
-    view = tensor[3:]
-    descriptor, size = tensor.untyped_storage()._share_fd_cpu_()
-    assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/shm/torch_")
-    assert size == 24
-    other = torch.from_file(f"/proc/self/fd/{descriptor}", shared=True, size=6)
-    other[4] = -1
-    assert torch.equal(view, torch.tensor([3.0, -1.0, 5.0]))

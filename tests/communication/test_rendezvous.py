@@ -63,26 +63,6 @@ class TestRendezvous:
         everybody = [arrival(rank) for rank in range(3)]
         assert meet(*reversed(everybody)) == [everybody] * 3
 
-    @pytest.mark.parametrize(("world_size", "longest_s"), [(2, 0.04), (8, 0.16), (64, 0.5)])
-    def test_two_ranks_are_not_kept_waiting(
-        self, world_size: int, longest_s: float, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The first rank noticed up to half a second late that the second one had imported everything and come."""
-        pauses: list[float] = []
-        store = HashStore()
-
-        def pause(seconds: float) -> None:
-            pauses.append(seconds)
-            if len(pauses) == 20:
-                for rank in range(1, world_size):
-                    rendezvous(store, arrival(rank, world_size)).check_in()
-
-        monkeypatch.setattr(time, "sleep", pause)
-        own = rendezvous(store, arrival(0, world_size))
-        own.check_in()
-        assert len(own.wait_for_all()) == world_size
-        assert (pauses[0], max(pauses)) == (0.005, pytest.approx(longest_s))
-
     def test_who_came_and_who_did_not(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         """Rank 0 waited in silence."""
         monkeypatch.setattr(rendezvous_module, "QUIET_S", 0.2)

@@ -44,15 +44,6 @@ class Layer(nn.Module):
         return self.norm(self.dropout(y) @ torch.eye(3)).square()
 
 
-class InPlace(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.5, inplace=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.dropout(x) ** 2
-
-
 def train(layer: nn.Module, seed: int, again: bool, **kwargs: Any) -> list[Tensor]:
     """Output and gradients; between forward and backward other numbers are drawn, in another default dtype."""
     leaf = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3).requires_grad_()
@@ -73,17 +64,15 @@ def train(layer: nn.Module, seed: int, again: bool, **kwargs: Any) -> list[Tenso
 def test_gradients_are_those_of_one_run(seed: int) -> None:
     mask = torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
     plain, checkpointed = Layer(), Layer()
-    for a, b in zip(train(plain, seed, False, mask=mask), train(checkpointed, seed, True, mask=mask), strict=True):
-        assert torch.equal(a, b)
+    found, expected = train(checkpointed, seed, True, mask=mask), train(plain, seed, False, mask=mask)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert (plain.calls, checkpointed.calls) == (1, 2)
-    assert checkpointed.state_dict().keys() == plain.state_dict().keys()
-    for name, value in plain.state_dict().items():
-        assert torch.equal(checkpointed.state_dict()[name], value), f"{name} counted the batch twice"
+    torch.testing.assert_close(checkpointed.state_dict(), plain.state_dict(), rtol=0, atol=0)  # one batch is counted
 
 
 def test_an_input_that_is_changed_in_place_is_still_there() -> None:
-    for a, b in zip(train(InPlace(), 3, False), train(InPlace(), 3, True), strict=True):
-        assert torch.equal(a, b)
+    layer = nn.Sequential(nn.Dropout(0.5, inplace=True), nn.Softplus())
+    torch.testing.assert_close(train(layer, 3, True), train(layer, 3, False), rtol=0, atol=0)
 
 
 class Changing(nn.Module):
@@ -117,38 +106,35 @@ def test_layers_are_named() -> None:
         selected([nn.Conv1d])
 
 
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))  # type: ignore[no-any-return]
+
+
 class Whole(nn.Module):
     """Blocks in a list, a Sequential within one of them, and parts outside of both."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5))
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.tanh(self.inner(x))  # type: ignore[no-any-return]
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 3)
-        self.blocks = nn.ModuleList([self.Block(), nn.ModuleList([self.Block()])])
+        self.blocks = nn.ModuleList([Block(), nn.ModuleList([Block()])])
         self.losses = nn.ModuleList([nn.MSELoss()])
         self.head = nn.Sequential(nn.Linear(3, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        return self.head(self.blocks[1][0](self.blocks[0](x)))  # type: ignore[index, no-any-return]
-
-
-LAYERS = ["blocks.0", "blocks.1.0", "head.0"]
+        return self.head(self.blocks[1][0](self.blocks[0](self.first(x))))  # type: ignore[index, no-any-return]
 
 
 def test_layers_of_a_whole_module_are_selected() -> None:
-    module = Whole()
-    assert selected_layers(module, True) == LAYERS
+    module, layers = Whole(), ["blocks.0", "blocks.1.0", "head.0"]
+    assert selected_layers(module, True) == layers
     assert selected_layers(module, ["blocks.1.0", "first"]) == ["first", "blocks.1.0"]
-    assert selected_layers(module, ["Block", nn.Linear]) == ["first", *LAYERS], "of layers inside each other the outer"
+    assert selected_layers(module, ["Block", nn.Linear]) == ["first", *layers], "of layers inside each other the outer"
     assert selected_layers(module, []) == []
     words = r"\['Conv'\] names no layer of Whole.*Block, Dropout, Linear.*'blocks.0', 'blocks.1.0', 'head.0'.*or True"
     with pytest.raises(ValueError, match=words):
@@ -180,14 +166,11 @@ def test_a_whole_module_trains_as_without() -> None:
     module.blocks[0].register_forward_pre_hook(lambda *_: calls.append("layer"))
     module.blocks[0].inner.register_forward_hook(lambda *_: calls.append("inside"))  # type: ignore[union-attr]
     expected, numbers = gradients(module, None), torch.rand(3)
-    assert calls == ["layer", "inside"]
     module.zero_grad()
     again = again_of(module)
-    found = gradients(module, again)
+    torch.testing.assert_close(gradients(module, again), expected, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), numbers)
-    assert calls[2:] == ["layer", "inside"] * 2
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    assert found.keys() == expected.keys()
+    assert calls == ["layer", "inside"] * 3
     assert not any("_compiled_call_impl" in vars(part) for part in module.modules()), "the module is as it was"
     with again.installed(module), torch.no_grad():
         module(torch.zeros(1, 3))
@@ -211,7 +194,6 @@ def test_arguments_of_a_layer_may_have_any_name() -> None:
     module = nn.Sequential(Named(3, 3))
     with again_of(module).installed(module):
         module[0](torch.ones(1, 3), name="first", layer=0, own=torch.ones(3)).sum().backward()
-    assert module[0].weight.grad is not None
 
 
 def test_a_layer_in_two_containers_is_computed_again_once() -> None:
@@ -224,7 +206,7 @@ def test_a_layer_in_two_containers_is_computed_again_once() -> None:
         module["second"](module["first"](torch.ones(1, 3))).sum().backward()
 
 
-class Counting(Whole.Block):
+class Counting(Block):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         return super().forward(x)
@@ -238,24 +220,30 @@ def test_layers_that_cannot_be_computed_again_are_refused() -> None:
     ):
         module(torch.ones(1, 3))
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
-    for reentrant in (True, False):
-        with (
-            pytest.raises(RecomputationError, match=r"^0 is called within torch.utils.checkpoint.*leave the"),
-            again_of(module).installed(module),
-        ):
-            checkpoint(module, torch.ones(1, 3, requires_grad=True), use_reentrant=reentrant)
     compiled = nn.ModuleDict({"net": torch.compile(module, backend="eager")})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"^net is compiled as a whole.*layer.compile\(\)"):
         again_of(compiled, [nn.Linear])
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_within_torchs_own_checkpoint_gradients_are_the_same(reentrant: bool) -> None:
+    module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), nn.Linear(3, 3))
+    found = []
+    for recomputation in (nullcontext(), again_of(module).installed(module)):
+        x = torch.ones(4, 3, requires_grad=True)
+        torch.manual_seed(0)
+        with recomputation:
+            checkpoint(module, x, use_reentrant=reentrant).square().sum().backward()
+        found.append([x.grad, *(parameter.grad for parameter in module.parameters())])
+        module.zero_grad()
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def test_compiled_layers_are_computed_again() -> None:
-    module = nn.Sequential(Whole.Block(), nn.Linear(3, 1))
-    assert selected_layers(module, True) == ["0", "1"]
+    module = nn.Sequential(Block(), nn.Linear(3, 1))
     expected = gradients(module, None)
     module.zero_grad()
     runs = []
     module[0]._compiled_call_impl = lambda x: runs.append(1) or module[0]._call_impl(x)  # type: ignore[assignment, func-returns-value]
-    found = gradients(module, again_of(module))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    torch.testing.assert_close(gradients(module, again_of(module)), expected, rtol=0, atol=0)
     assert len(runs) == 2

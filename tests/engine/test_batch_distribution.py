@@ -27,40 +27,31 @@ from lightning_multigpu.engine.data_parallel.batch_distribution import (
     global_batches,
 )
 
+sampler_of: Any = DistributedSampler
+loader_of: Any = DataLoader
 
-def _ranks(
-    length: int, batch_size: int, num_replicas: int, drop_last: bool = False, **options: bool
-) -> list[list[list[int]]]:
+
+def _samplers(length: int, batch_size: int, num_replicas: int, drop_last: bool = False, **options: Any) -> Any:
     batches = BatchSampler(range(length), batch_size, drop_last)
-    return [
-        list(ShardedBatchSampler(batches, num_replicas=num_replicas, rank=rank, **options))
-        for rank in range(num_replicas)
-    ]
+    return [ShardedBatchSampler(batches, num_replicas=num_replicas, rank=r, **options) for r in range(num_replicas)]
 
 
 def test_ranks_together_see_the_batches_of_one_device() -> None:
-    ranks = _ranks(11, 2, 2)
-    assert ranks == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
-    assert [a + b for a, b in zip(*ranks, strict=True)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    assert [[*each] for each in _samplers(11, 2, 2)] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
+    assert [[*each] for each in _samplers(11, 2, 2, drop_last=True)] == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def test_a_rank_without_a_sample_gets_one_that_does_not_count() -> None:
-    samplers = [ShardedBatchSampler(BatchSampler(range(9), 2, False), num_replicas=4, rank=r) for r in range(4)]
-    batches = [list(sampler) for sampler in samplers]
-    assert [len(b) for b in batches] == [2, 2, 2, 2]
+    samplers = _samplers(9, 2, 4)
+    assert [[*sampler][1:] for sampler in samplers] == [[[8]]] * 4
     assert [list(sampler.counts) for sampler in samplers] == [[2, 1], [2, 0], [2, 0], [2, 0]]
-    assert [b[-1] for b in batches] == [[8], [8], [8], [8]]
-
-
-def test_drop_last_drops_an_incomplete_global_batch() -> None:
-    assert _ranks(11, 2, 2, drop_last=True) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 @pytest.mark.filterwarnings("ignore:. data ranks evaluate fewer samples")
 @pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 10, 16, 17, 23])
 @pytest.mark.parametrize(("batch_size", "num_replicas"), [(1, 2), (2, 2), (4, 2), (2, 4), (3, 3)])
 def test_outside_training_no_sample_is_repeated(length: int, batch_size: int, num_replicas: int) -> None:
-    ranks = _ranks(length, batch_size, num_replicas, even=True)
+    ranks = [[*sampler] for sampler in _samplers(length, batch_size, num_replicas, even=True)]
     seen = [index for rank in ranks for batch in rank for index in batch]
     if length >= num_replicas:
         assert sorted(seen) == list(range(length))
@@ -78,7 +69,7 @@ def test_global_batches_borrow_for_a_last_one_that_is_too_small() -> None:
 
 
 def test_skipping_leaves_batches_out_once() -> None:
-    sampler = ShardedBatchSampler(BatchSampler(range(12), 2, False), num_replicas=2, rank=1)
+    sampler = _samplers(12, 2, 2)[1]
     sampler.skip = 2
     assert list(sampler) == [[10, 11]]
     assert list(sampler.counts) == [2]
@@ -86,30 +77,29 @@ def test_skipping_leaves_batches_out_once() -> None:
     plain = CountedBatchSampler(BatchSampler(SequentialSampler(range(7)), 3, drop_last=False))
     plain.skip = 1
     assert list(plain) == [[3, 4, 5], [6]]
-    assert list(plain.counts) == [3, 1]
-    assert len(plain) == 3
-    assert plain.batch_size == 3
+    assert (list(plain.counts), len(plain), plain.batch_size) == ([3, 1], 3, 3)
 
 
 def _injected(num_replicas: int, rank: int, shuffle: bool, num_workers: int = 0) -> DataLoader[int]:
-    data = list(range(10))
-    sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=3)  # type: ignore[arg-type, var-annotated]
-    return DataLoader(data, batch_size=2, sampler=sampler, num_workers=num_workers)  # type: ignore[arg-type]
+    data = range(10)
+    sampler = sampler_of(data, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=3)
+    return loader_of(data, batch_size=2, sampler=sampler, num_workers=num_workers)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_distributed_sampler_is_dealt_out_without_repeats(num_workers: int) -> None:
-    loaders = [
-        distribute_batches(_injected(2, rank, True, num_workers), num_replicas=2, rank=rank, even=False)
-        for rank in range(2)
-    ]
     batches = []
-    for loader, dealt in loaders:
+    for rank in range(2):
+        given = _injected(2, rank, True, num_workers)
+        before = given.batch_sampler
+        loader, dealt = distribute_batches(given, num_replicas=2, rank=rank, even=False)
+        assert given.batch_sampler is before
+        assert given.sampler.num_replicas == 2  # type: ignore[attr-defined]
         assert dealt is not None
         loader.batch_sampler.sampler.set_epoch(1)
         batches.append([batch.tolist() for batch in loader])
         assert list(dealt.counts) == [2, 2, 1]
-    whole = DistributedSampler(list(range(10)), num_replicas=1, rank=0, shuffle=True, seed=3)  # type: ignore[arg-type, var-annotated]
+    whole = sampler_of(range(10), num_replicas=1, rank=0, shuffle=True, seed=3)
     whole.set_epoch(1)
     order = list(whole)
     assert [a + b for a, b in zip(*batches, strict=True)] == [order[0:4], order[4:8], order[8:10]]
@@ -137,24 +127,16 @@ def test_a_sampler_that_draws_from_the_global_generators_gives_all_ranks_one_ord
         numpy.random.seed(rank)
         before = torch.get_rng_state(), random.getstate()
         sampler = DistributedSamplerWrapper(Mixed(range(10)), num_replicas=2, rank=rank, shuffle=False)
-        loader = DataLoader(list(range(10)), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+        loader = loader_of(range(10), batch_size=2, sampler=sampler)
         loader = distribute_batches(loader, num_replicas=2, rank=rank, even=False)[0]
         for epoch in range(2):
-            loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+            loader.sampler.set_epoch(epoch)
             orders.append([index for batch in loader.batch_sampler for index in batch])
         assert before[0].equal(torch.get_rng_state())
         assert before[1] == random.getstate()
     assert sorted(orders[0] + orders[2]) == sorted(orders[1] + orders[3]) == list(range(10))
     assert orders[0] != orders[1]
     assert of_gpus == [0, 1], "those of this test"
-
-
-def test_the_given_loader_is_left_as_it_was() -> None:
-    loader = _injected(2, 0, False)
-    before = loader.batch_sampler
-    distribute_batches(loader, num_replicas=2, rank=0, even=True)
-    assert loader.batch_sampler is before
-    assert loader.sampler.num_replicas == 2  # type: ignore[attr-defined]
 
 
 class _Pairs(BatchSampler):
@@ -213,7 +195,7 @@ def test_loaders_of_other_kinds_repeat_no_sample(kind: str, num_replicas: int, l
         if kind == "whole batches":
             sampler: Any = DistributedSamplerWrapper(batches, num_replicas=num_replicas, rank=rank, shuffle=False)
         else:
-            sampler = DistributedSampler(data, num_replicas=num_replicas, rank=rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+            sampler = sampler_of(data, num_replicas=num_replicas, rank=rank, shuffle=False)
         loader = _of_kind(kind, data, sampler)
         loader, dealt = distribute_batches(loader, num_replicas=num_replicas, rank=rank, even=even)
         assert dealt is not None
@@ -225,14 +207,13 @@ def test_loaders_of_other_kinds_repeat_no_sample(kind: str, num_replicas: int, l
     assert sorted(seen) == list(range(length))
 
 
-@pytest.mark.parametrize("kind", ["plain", "whole batches"])
-def test_samples_that_are_too_few_for_the_ranks_are_said_to_be_seen_twice(kind: str) -> None:
+@pytest.mark.parametrize(("batch_size", "lacking"), [(1, 3), (None, 1)], ids=["plain", "whole batches"])
+def test_samples_that_are_too_few_for_the_ranks_are_said_to_be_seen_twice(batch_size: int | None, lacking: int) -> None:
     """A rank without one evaluated another rank's, in silence."""
-    lacking = 3 if kind == "plain" else 1
-    data = torch.arange(3) if kind == "plain" else [torch.arange(2), torch.arange(2), torch.arange(2)]
+    data = torch.arange(3) if batch_size else [torch.arange(2)] * 3
     for rank in range(4):
-        sampler = DistributedSampler(data, num_replicas=4, rank=rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
-        loader: DataLoader[Any] = DataLoader(data, batch_size=1 if kind == "plain" else None, sampler=sampler)  # type: ignore[arg-type]
+        sampler = sampler_of(data, num_replicas=4, rank=rank, shuffle=False)
+        loader = loader_of(data, batch_size=batch_size, sampler=sampler)
         loader, dealt = distribute_batches(loader, num_replicas=4, rank=rank, even=True)
         words = "4 data ranks evaluate fewer samples, or fewer items that are not divided, than they are"
         with pytest.warns(UserWarning, match=words) if rank == lacking else nullcontext():
@@ -244,21 +225,16 @@ def test_samples_that_are_too_few_for_the_ranks_are_said_to_be_seen_twice(kind: 
 def test_a_batch_sampler_that_has_drawn_keeps_the_batches_of_its_rank() -> None:
     data = torch.arange(8)
     for rank in range(2):
-        sampler = DistributedSampler(data, num_replicas=2, rank=rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
-        loader = _of_kind("drawn", data, sampler)
+        loader = _of_kind("drawn", data, sampler_of(data, num_replicas=2, rank=rank, shuffle=False))
         loader, _ = distribute_batches(loader, num_replicas=2, rank=rank, even=False)
         assert torch.cat(list(loader)).tolist() == list(range(rank, 8, 2))
 
 
-def test_a_batch_before_the_limit_keeps_its_samples() -> None:
+@pytest.mark.parametrize(("limit", "first"), [(2, [4, 4]), (0.7, [4, 4]), (3, [4, 3]), (1.0, [4, 3])])
+def test_a_batch_before_the_limit_keeps_its_samples(limit: float, first: list[int]) -> None:
     """With ``limit_val_batches`` the last batch, which was left out, still took samples from the batch before it."""
-    for limit, first in ((2, [4, 4]), (0.7, [4, 4]), (3, [4, 3]), (1.0, [4, 3])):
-        samplers = [
-            ShardedBatchSampler(BatchSampler(range(9), 2, False), num_replicas=2, rank=r, even=True, limit=limit)
-            for r in range(2)
-        ]
-        batches = [[len(batch) for batch in sampler] for sampler in samplers]
-        assert [sum(sizes) for sizes in zip(*batches, strict=True)][:2] == first
+    batches = [[len(batch) for batch in sampler] for sampler in _samplers(9, 2, 2, even=True, limit=limit)]
+    assert [sum(sizes) for sizes in zip(*batches, strict=True)][:2] == first
 
 
 def test_what_is_not_ours_to_deal_is_left_alone() -> None:
@@ -266,13 +242,10 @@ def test_what_is_not_ours_to_deal_is_left_alone() -> None:
         def __iter__(self):  # type: ignore[no-untyped-def]
             return iter(range(3))
 
-    for loader in (DataLoader(Stream()), [1, 2], DataLoader(range(3), batch_size=None)):  # type: ignore[arg-type, var-annotated]
+    for loader in (loader_of(Stream()), [1, 2], loader_of(range(3), batch_size=None)):
         assert distribute_batches(loader, num_replicas=2, rank=0, even=False) == (loader, None)
-    own = DataLoader(torch.arange(6), batch_size=2)  # type: ignore[var-annotated, arg-type]
-    dealt, batches = distribute_batches(own, num_replicas=2, rank=1, even=False)
-    assert [batch.tolist() for batch in dealt] == [[0, 1], [2, 3], [4, 5]]
-    assert batches is not None
-    elsewhere = _injected(3, 2, False)
-    assert [b.tolist() for b in distribute_batches(elsewhere, num_replicas=2, rank=1, even=False)[0]] == [
-        b.tolist() for b in elsewhere
-    ]
+    whole, elsewhere = loader_of(torch.arange(6), batch_size=2), _injected(3, 2, False)
+    for loader, expected in ((whole, [[0, 1], [2, 3], [4, 5]]), (elsewhere, [b.tolist() for b in elsewhere])):
+        dealt, batches = distribute_batches(loader, num_replicas=2, rank=1, even=False)
+        assert [batch.tolist() for batch in dealt] == expected
+        assert batches is not None

@@ -22,8 +22,6 @@ from lightning_multigpu.engine.hugging_face import block_lists, models_in_stages
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 
 TOKENS = {"vocab_size": 16, "bos_token_id": 0, "eos_token_id": 1}
-
-
 LLAMA = LlamaConfig(hidden_size=8, intermediate_size=8, num_attention_heads=1, num_hidden_layers=2, **TOKENS)
 
 
@@ -35,8 +33,7 @@ def gpt2() -> GPT2LMHeadModel:
     return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=3, n_head=1, n_positions=4, **TOKENS))
 
 
-class Step(nn.Linear):
-    """A block."""
+class Step(nn.Linear): ...
 
 
 class Planned(PreTrainedModel):
@@ -65,8 +62,7 @@ def beside(**others: nn.Module) -> nn.Module:
     return nn.ModuleDict({"model": llama(), **others})
 
 
-def heads() -> nn.ModuleList:
-    return nn.ModuleList(nn.Linear(99, 99) for _ in range(4))
+HEADS = [nn.Linear(99, 99) for _ in range(4)]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +73,8 @@ def heads() -> nn.ModuleList:
         (Unplanned, ["steps"], "steps"),
         (gpt2, ["transformer.h"], "transformer.h"),
         (lambda: beside(large=llama(5)), ["model.layers", "large.layers"], "large.layers"),
-        (lambda: beside(heads=heads()), ["model.layers"], "model.layers"),
-        (lambda: beside(head=nn.Sequential(nn.Linear(99, 99), nn.Linear(99, 99))), ["model.layers"], "head"),
+        (lambda: beside(heads=nn.ModuleList(HEADS)), ["model.layers"], "model.layers"),
+        (lambda: beside(head=nn.Sequential(*HEADS[:2])), ["model.layers"], "head"),
     ],
     ids=["plan", "smaller plan", "classes", "gpt2", "larger model", "larger list", "larger sequential"],
 )
@@ -90,7 +86,7 @@ def test_lists_of_blocks(build: Callable[[], nn.Module], lists: list[str], chose
 
 
 def test_too_few_blocks_are_not_made_up_for_by_another_list() -> None:
-    module = beside(heads=heads())
+    module = beside(heads=nn.ModuleList(HEADS))
     assert find_chain(module, "heads", 2).name == "heads"
     with pytest.raises(ValueError, match=r"with 3 layers or more.*'model.layers' \(2 layers\)"):
         find_chain(module, "auto", 3)
@@ -102,9 +98,8 @@ def test_nothing_is_cached_for_the_time_of_a_run(build: Callable[[], PreTrainedM
     tokens = torch.ones(1, 3, dtype=torch.long)
     before = model.config.to_dict()
     with models_in_stages(nn.ModuleDict({"model": model})):
-        assert model(tokens).past_key_values is None
-        assert model(tokens, use_cache=False).past_key_values is None
-        assert model.base_model(tokens).past_key_values is None
+        for output in (model(tokens), model(tokens, use_cache=False), model.base_model(tokens)):
+            assert output.past_key_values is None
         with pytest.raises(PipelineError, match=r"is called with use_cache=True.*leave it out"):
             model(tokens, use_cache=True)
         with pytest.raises(PipelineError, match=r"generate\(\) runs the model once for every token.*on one device"):

@@ -21,13 +21,8 @@ def layer() -> nn.Linear:
 def test_looks_like_the_tensor() -> None:
     weight = layer().weight
     assert isinstance(weight, nn.Parameter)
-    assert (tuple(weight.shape), weight.dtype, weight.device.type, weight.requires_grad) == (
-        (2, 3),
-        torch.float32,
-        "cpu",
-        True,
-    )
-    assert weight.numel() == 6
+    looks = (*weight.shape, weight.numel(), weight.dtype, weight.device.type, weight.requires_grad)
+    assert looks == (2, 3, 6, torch.float32, "cpu", True)
     assert "parameter weight" in repr(weight)
 
 
@@ -54,10 +49,9 @@ def test_it_is_equal_to_itself_only() -> None:
     """Lightning looks so for a parameter among those of an optimizer."""
     first, second = layer(), layer()
     assert torch.equal(first.weight, first.weight)
-    assert not torch.equal(first.weight, second.weight)
-    assert not torch.equal(first.weight, torch.zeros(2, 3))
-    assert not torch.equal(torch.zeros(2, 3), first.weight)
-    assert not torch.equal(first.weight, first.bias)
+    for other in (second.weight, torch.zeros(2, 3), first.bias):
+        assert not torch.equal(first.weight, other)
+        assert not torch.equal(other, first.weight)
 
 
 def test_modules_and_optimizers_take_them() -> None:

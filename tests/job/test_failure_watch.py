@@ -48,7 +48,7 @@ class Client:
         self.watch, self.known = watch, known
         self.told: list[Failure] = []
 
-    def all_raised(self, key: str, failure: Failure) -> bool:
+    def is_common_error(self, key: str, failure: Failure) -> bool:
         return False
 
     def failed(self, failure: Failure) -> None:
@@ -264,5 +264,5 @@ def test_which_ranks_have_the_failure_shown(
         environment = LightningEnvironment()
         monkeypatch.setattr(environment, "local_rank", lambda rank=rank: rank)
         monkeypatch.setattr(environment, "global_rank", lambda rank=rank: rank)
-        found.append(watch.asks_to_show(replace(RUN, environment=environment)))
+        found.append(watch.prints_failure(replace(RUN, environment=environment)))
     assert found == asking

@@ -58,12 +58,18 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
         assert "rank 0 saw OwnError" in finished.stdout, "as from Lightning's own launchers that spawn"
 
 
-@pytest.mark.parametrize("strategy", ["ring_ddp", "ring_ddp_spawn"])
-def test_an_exception_that_all_ranks_raise_is_the_programs(strategy: str, tmp_path: Path) -> None:
-    """Pruned trials: the second rank ended, and the program's next fit was refused."""
-    finished = run(tmp_path, strategy, "2", "-1", "again")
+@pytest.mark.parametrize(
+    ("strategy", "rank", "how"),
+    [("ring_ddp", "-1", "again"), ("ring_ddp_spawn", "-1", "again"), ("ring_ddp", "1", "survive")],
+)
+def test_a_program_whose_ranks_all_catch_a_failure_goes_on(strategy: str, rank: str, how: str, tmp_path: Path) -> None:
+    """Pruned trials, which all ranks raise: the second rank ended, and the program's next fit was refused.
+
+    After the failure of one rank the first one waited for the others to end, and killed them.
+    """
+    finished = run(tmp_path, strategy, "2", rank, how)
     assert finished.returncode == 0, finished.stderr[-3000:]
-    assert finished.stdout.count("caught OwnError") == (2 if strategy == "ring_ddp" else 1)
+    assert finished.stdout.count("caught\n") == (2 if strategy == "ring_ddp" else 1)
     assert "The job failed" not in finished.stderr
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_
 
@@ -22,10 +21,6 @@ def on_ranks(num: int, function: Callable[[int, ReduceSum], Any]) -> list[Any]:
     """Runs a function on each rank, with a sum over them."""
     ranks = Threads(num)
     return ranks.run(lambda rank: function(rank, lambda own: torch.stack(ranks.gather(rank, own.clone())).sum(0)))
-
-
-def alone(number: Tensor) -> Tensor:
-    return number
 
 
 def with_gradient(*values: float, dtype: torch.dtype = torch.float64) -> Parameter:
@@ -76,22 +71,6 @@ def test_inf_and_nan_are_what_they_are_on_one_device(bad: float) -> None:
     first, second = clip(1.0, ([with_gradient(3.0)], []), ([with_gradient(bad)], []))
     assert whole.grad is not None
     torch.testing.assert_close(torch.tensor([*first[0], *second[0]]), whole.grad.float(), equal_nan=True)
-
-
-@pytest.mark.parametrize("dtypes", [[torch.float64], [torch.float32], [torch.float32, torch.float64]])
-def test_one_rank_clips_as_torch_does_to_the_bit(dtypes: list[torch.dtype]) -> None:
-    shapes = [(37, 11), (5,), (64, 3), (1,)]
-    gradients = [torch.randn(shape, dtype=dtype) for shape in shapes for dtype in dtypes]
-    own, expected = ([Parameter(torch.zeros_like(g)) for g in gradients] for _ in range(2))
-    for parameters in (own, expected):
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = gradient.clone()
-    clip_by_norm(own, own, 0.7, alone)
-    clip_grad_norm_(expected, 0.7)
-    for mine, reference in zip(own, expected, strict=True):
-        assert mine.grad is not None
-        assert reference.grad is not None
-        assert torch.equal(mine.grad, reference.grad)
 
 
 def test_a_sum_that_others_have_made() -> None:

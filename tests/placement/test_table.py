@@ -44,10 +44,6 @@ def test_whole_tensors_go_to_the_emptiest_part() -> None:
     assert layout.bounds == [(0, 40), (40, 71)]
 
 
-def test_one_server_has_all_where_nothing_may_be_divided() -> None:
-    assert Layout(NUMELS, 3, "nothing").bounds == [(0, 71), (71, 71), (71, 71)]
-
-
 def test_an_optimizer_of_another_class_is_not_divided() -> None:
     class Mine(optim.Adam):
         """It may relate any two parameters."""

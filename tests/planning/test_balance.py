@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from typing import Any
 
 import pytest
 
@@ -16,26 +15,6 @@ def every_split(num_layers: int, num_stages: int) -> list[Bounds]:
         list(itertools.pairwise((0, *cuts, num_layers)))
         for cuts in itertools.combinations(range(1, num_layers), num_stages - 1)
     ]
-
-
-def test_no_other_cut_is_better() -> None:
-    dice = random.Random(3)
-    for _ in range(200):
-        num_layers = dice.randint(1, 8)
-        num_stages = dice.randint(1, num_layers)
-        costs = [dice.choice([0, 1, 1, 2, 5, 9]) + 0.0 for _ in range(num_layers)]
-        transfers = [dice.choice([0, 0, 1, 4]) + 0.0 for _ in range(num_layers)]
-
-        def cost(stage: int, start: int, stop: int, costs: Any = costs, transfers: Any = transfers) -> float:
-            return sum(costs[start:stop]) + (transfers[stop - 1] if stop < len(costs) else 0.0)
-
-        def slowest(bounds: Bounds, cost: Any = cost) -> float:
-            return max(cost(0, *bound) for bound in bounds)
-
-        every = every_split(num_layers, num_stages)
-        found = cheapest_bounds(cost, num_layers, num_stages)
-        assert found in every
-        assert slowest(found) == min(slowest(bounds) for bounds in every)
 
 
 def test_equal_layers_are_spread_evenly() -> None:

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from lightning_multigpu.planning.diagnosis import diagnose
-from lightning_multigpu.planning.numbers import ms, size
+from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import predicted
-from lightning_multigpu.planning.rank_figures import LaunchQueue, MemoryUse, Pushes, RankFigures, ReadValues
+from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, ReadValues
 from lightning_multigpu.planning.strategy_options import StrategyOptions
 
 HEALTHY = {"data_wait": 0.001, "forward": 0.030, "backward": 0.060, "communication": 0.002, "optimizer": 0.005}
@@ -80,39 +80,16 @@ def test_hidden_transfers_are_beside_the_wait() -> None:
     assert "; no others are hidden" in finding.evidence
 
 
-@pytest.mark.parametrize("buckets", [1.0, 8.0])
-def test_a_slow_link_to_a_parameter_server(buckets: float) -> None:
-    """Weights of a bucket come back while the next gradients go: gradients of 80 ms take 80 + 80 / buckets ms.
-
-    Around a ring they take 80 ms.
-    """
-    wait_s = 0.080 + 0.080 / buckets
-    waiting = ranks(*[{"communication": wait_s}] * 2, waits_s={"gradients": wait_s})
-    servers, even = StrategyOptions(class_name="ParameterServerStrategy"), 1
-
-    def remedy(num_servers: int, *, asynchronous: bool = False) -> str:
-        apart = [replace(rank, node=rank.rank, pushes=Pushes(wait_s, num_servers * buckets)) for rank in waiting]
-        [finding] = diagnose(apart, strategy=servers, shards=[even] * num_servers, asynchronous=asynchronous)
-        assert finding.saving_s == pytest.approx(wait_s / 2), "half as often saves most"
-        return finding.remedy
-
-    assert f'strategy="ring_ddp", {ms(0.096 + 0.080)} a step predicted' in remedy(1)
-    assert "ring_ddp" not in remedy(2), "their links share the bytes"
-    assert "ring_ddp" not in remedy(1, asynchronous=True), "that is another algorithm"
-
-
 def test_what_layers_send_within_a_batch_is_not_sent_less_often() -> None:
     """Under tensor_split, accumulation was said to halve the transfers of every batch's activations."""
-    use = MemoryUse("host", 1e9, 1e12, {"parameters": 5e6})
-    split = ranks(
-        *[{"communication": 0.080}] * 2, waits_s={"activations": 0.070}, activations_rate=1e9, memory=use
-    )  # fmt: skip
+    sums = {"waits_s": {"activations": 0.070}, "activations_rate": 1e9, "parameters_bytes": 5_000_000}
+    split = ranks(*[{"communication": 0.080}] * 2, **sums)
     [finding] = diagnose(split)
     # 10 MB of gradients in place of the activations: each of two ranks sends 10 MB.
     assert finding.saving_s == pytest.approx(0.060)
     assert "ring_ddp" in finding.remedy
     assert "accumulate" not in finding.remedy
-    assert diagnose([replace(rank, memory=None) for rank in split]) == [], "half of the other 10 ms is below 5 %"
+    assert diagnose([replace(rank, parameters_bytes=0) for rank in split]) == [], "half of the other 10 ms is below 5 %"
     [finding] = diagnose([replace(rank, waits_s={}) for rank in split])
     assert (finding.saving_s, "accumulate" in finding.remedy) == (pytest.approx(0.040), False)
 
@@ -144,16 +121,6 @@ def test_what_does_not_grow_with_the_batch() -> None:
     assert (finding.kind, finding.saving_s) == ("small batches", pytest.approx(0.015))
 
 
-def test_too_many_threads() -> None:
-    [finding] = diagnose(ranks(threads=8, cores=2))
-    assert (finding.kind, finding.saving_s) == ("threads", 0.0)
-    assert "2 ranks with 8 threads each are 16 threads for 2 cores" in finding.evidence
-    assert "OMP_NUM_THREADS=1" in finding.remedy
-    on_gpus = MemoryUse("GPU", 1.0, 2.0)
-    for fitting in (ranks(threads=8, cores=16), ranks(cores=1), ranks(threads=8, cores=2, memory=on_gpus)):
-        assert diagnose(fitting) == []
-
-
 @pytest.mark.parametrize("first", [3.0, 7.0])
 def test_a_server_with_too_large_a_shard(first: float) -> None:
     """With 2 servers of even shares, the first has 3/4 or 7/8 of the bytes: 1.5 and 1.75 times its share."""
@@ -172,30 +139,6 @@ def test_a_host_that_is_not_ahead_of_its_gpu(busy_s: float) -> None:
     assert f"busy for {ms(busy_s)}" in finding.evidence
     assert "layer.compile()" in finding.remedy
     assert diagnose([replace(rank, launches=LaunchQueue(900, busy_s, queued=40)) for rank in bound]) == []
-
-
-@pytest.mark.parametrize(
-    ("place", "peak_bytes", "largest", "remedy"),
-    [
-        ("GPU", 9.2e9, "activations", "accumulate_grad_batches=2"),
-        ("GPU", 9.9e9, "optimizer", "ddp_sharded"),
-        ("GPU", 9.9e9, "gradients", "pipeline_1f1b"),
-        ("host", 9.2e9, "optimizer", "fewer ranks"),
-    ],
-)
-def test_memory_near_the_limit(place: str, peak_bytes: float, largest: str, remedy: str) -> None:
-    """It saves no time, so it comes after what does."""
-    kinds = {"parameters": 1e9, "optimizer": 1e9, "activations": 1e9, largest: 4e9}
-    use = MemoryUse(place, peak_bytes, 10e9, kinds)
-    slow, near = ranks({"data_wait": 0.05}, {"data_wait": 0.05})
-    first, finding = diagnose([slow, replace(near, memory=use)])
-    assert (first.kind, finding.kind) == ("input", "memory near the limit")
-    assert (finding.saving_s, finding.step_s) == (0.0, pytest.approx(slow.step_s))
-    assert remedy in finding.remedy
-    assert f"{place} of rank 1" in finding.evidence
-    assert f"{size(peak_bytes)} of 10.0 GB" in finding.evidence
-    assert f"{largest} 4.00 GB" in finding.evidence
-    assert len(diagnose([slow, replace(near, memory=replace(use, peak_bytes=8.9e9))])) == 1
 
 
 def figures(forward_s: list[float], num_micro_batches: int, message_s: float = 0.0) -> PipelineFigures:

@@ -118,14 +118,6 @@ def test_the_middle_is_taken_of_what_is_possible() -> None:
     assert last[0].start_s == 1.0
 
 
-def test_hosts_behind_each_other() -> None:
-    timelines = theoretical("1f1b", 4, 1, 4)
-    apart = [moved(timeline, 100.0 * (position // 2)) for position, timeline in enumerate(timelines)]
-    again = aligned(apart, hosts=[0, 0, 1, 1])
-    for timeline, expected in zip(again, timelines, strict=True):
-        assert [i.start_s for i in timeline] == pytest.approx([i.start_s for i in expected])
-
-
 def step(number: int, wall_s: float, num_micro_batches: int = 2, begin_s: float = 0.0) -> StepTimeline:
     return StepTimeline(number, num_micro_batches, (Interval("forward", 0, 0, begin_s, begin_s + wall_s),))
 

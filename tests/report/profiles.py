@@ -7,17 +7,14 @@ from typing import Any
 
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
-from lightning_multigpu.planning.rank_figures import LaunchQueue, MemoryUse, OperatorTime, RankFigures, TransferSums
-from lightning_multigpu.planning.strategy_options import StrategyOptions
+from lightning_multigpu.planning.rank_figures import LaunchQueue, OperatorTime, RankFigures, TransferSums
 from lightning_multigpu.report.document import (
     HeldMemory,
-    ProfiledRank,
     RunDocument,
     ServerFigures,
     ServersSection,
     Staleness,
     WorkerFigures,
-    build_profile,
 )
 from tests.report.examples import document_of, record
 
@@ -32,7 +29,7 @@ def figures(rank: int, phases_s: dict[str, float] | None = None, **changes: Any)
     """A rank whose step is limited by its loader."""
     found = RankFigures(
         rank=rank, host=f"host<{rank}>", steps=2, phases_s={**PHASES_S, **(phases_s or {})}, hidden_s=0.02,
-        waits_s={"gradients": 0.01}, transfers=[ALL_REDUCE], data_workers=0, cores=2,
+        waits_s={"gradients": 0.01}, transfers=[ALL_REDUCE], data_workers=0,
         operators=[OperatorTime("aten::mm", 7, 0.003, 0.0)],
     )  # fmt: skip
     return replace(found, **changes)
@@ -40,9 +37,8 @@ def figures(rank: int, phases_s: dict[str, float] | None = None, **changes: Any)
 
 def report(*ranks: RankFigures, strategy: str = "ring_ddp", **metrics: float) -> RunDocument:
     """The report of these ranks, else of two."""
-    told = [ProfiledRank(figures=each) for each in ranks or (figures(0), figures(1))]
-    profile = build_profile(told, None, StrategyOptions())
-    return document_of(*(record(each.figures.rank, **metrics) for each in told), strategy=strategy, profile=profile)
+    told = ranks or (figures(0), figures(1))
+    return document_of(*(replace(record(each.rank, **metrics), profiled=each) for each in told), strategy=strategy)
 
 
 HEALTHY = {"data_wait": 0.001, "communication": 0.001}
@@ -51,7 +47,7 @@ HEALTHY = {"data_wait": 0.001, "communication": 0.001}
 def with_all() -> RunDocument:
     """A report with every section, those of a pipeline and of parameter servers side by side."""
     timelines = predicted(schedule_orders("gpipe", 2, 1, 2), [0.01, 0.01], [0.02, 0.02], [0.0])
-    told, records = [], []
+    records = []
     for rank, timeline in enumerate(timelines):
         stages = StageRecord(
             pipeline=0, position=rank, num_ranks=2, stages_per_rank=1, schedule="gpipe",
@@ -63,10 +59,10 @@ def with_all() -> RunDocument:
         )  # fmt: skip
         of_rank = figures(
             rank, {"communication": 0.05}, launches=LaunchQueue(kernels=40, busy_s=0.02, queued=1),
-            memory=MemoryUse("GPU", 19.5e6, 20e6, {"parameters": 4e6}), trace="runs/trace.gz",
+            trace="runs/trace.gz",
         )  # fmt: skip
-        told.append(ProfiledRank(figures=of_rank, stages=stages))
-        records.append(replace(record(rank, throughput__samples_per_sec=89.5), memory=memory))
+        measured = record(rank, throughput__samples_per_sec=89.5)
+        records.append(replace(measured, memory=memory, profiled=of_rank, stages=stages))
     workers = [
         WorkerFigures(rank=rank, updates=8, staleness=Staleness(median=1, p95=19 + rank, max=20)) for rank in range(2)
     ]
@@ -77,5 +73,4 @@ def with_all() -> RunDocument:
         ],
         workers=workers,
     )
-    profile = build_profile(told, servers, StrategyOptions())
-    return document_of(*records, strategy="async_ps", parameter_servers=servers, profile=profile)
+    return document_of(*records, strategy="async_ps", parameter_servers=servers)

@@ -15,8 +15,7 @@ from lightning_multigpu.planning.pipelines.timeline import (
     StepTimeline,
     theoretical,
 )
-from lightning_multigpu.planning.strategy_options import StrategyOptions
-from lightning_multigpu.report.document import ProfiledRank, RunDocument, build_profile
+from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.pipelines import timed_pipelines
 from lightning_multigpu.report.text import text
 from tests.report.examples import document_of, record
@@ -55,9 +54,8 @@ def slower() -> list[StageRecord]:
 
 
 def report(stages: list[StageRecord]) -> RunDocument:
-    told = [ProfiledRank(figures=figures(rank), stages=each) for rank, each in enumerate(stages)]
-    profile = build_profile(told, None, StrategyOptions())
-    return document_of(*(record(rank) for rank in range(len(stages))), profile=profile)
+    ranks = enumerate(stages)
+    return document_of(*(replace(record(rank), profiled=figures(rank), stages=each) for rank, each in ranks))
 
 
 def picture_of(stages: list[StageRecord]) -> str:
@@ -104,7 +102,7 @@ def boxes(picture: str, panel: int, fill: str) -> list[tuple[float, float, str]]
     ]
 
 
-FORWARD, BACKWARD, WEIGHT = "#56b4e9", "#e69f00", "#009e73"
+FORWARD, BACKWARD = "#56b4e9", "#e69f00"
 
 
 def test_the_picture_has_theory_above_what_was_measured_on_one_scale() -> None:
@@ -123,16 +121,3 @@ def test_the_picture_has_theory_above_what_was_measured_on_one_scale() -> None:
     unit_s = 20 / 18  # of the same work, dealt out evenly
     assert [w / pixels for _, w, _ in boxes(picture, 0, FORWARD)] == pytest.approx([unit_s] * 6, abs=1e-3)
     assert [w / pixels for _, w, _ in boxes(picture, 0, BACKWARD)] == pytest.approx([2 * unit_s] * 6, abs=1e-3)
-
-
-def test_later_stages_are_darker_and_weights_have_their_colour() -> None:
-    picture = picture_of(ranks(schedule="zero_bubble", stages_per_rank=2, count=4))
-    assert len(boxes(picture, 1, WEIGHT)) == 16
-    assert "numbers: micro-batches; darker: later stages of the rank<" in picture
-    shades: dict[str, set[str]] = {}
-    for rect in ElementTree.fromstring(picture).iter(f"{SVG}rect"):
-        if len(rect):
-            stage = (rect[0].text or "").split("stage ")[1].split(":")[0]
-            shades.setdefault(stage, set()).add(rect.attrib["fill-opacity"])
-    assert shades["0"] == shades["1"] != shades["2"] == shades["3"]
-    assert all(len(of_stage) == 1 for of_stage in shades.values())

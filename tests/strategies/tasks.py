@@ -252,16 +252,10 @@ def fit_module(
     validation: Any = None,
     **overrides: Any,
 ) -> L.Trainer:
-    """Trains a module in this process, as one rank of ``ranks``.
+    """Trains a module in this process, as one rank of ``ranks``; on one device without a strategy.
 
-    Args:
-        module: the module.
-        strategy: an object, or a registered name, which gets the options of the case; None for one device.
-        ranks: of the run.
-        case: how to train.
-        data: to train on, or a function that makes it on the rank; by default the case's training loader.
-        validation: data to validate on.
-        overrides: arguments of the Trainer, and ``ckpt_path``.
+    A registered name gets the options of the case. The data may be a function that makes it on the rank, and is the
+    training loader of the case by default. ``overrides`` are arguments of the Trainer, and ``ckpt_path``.
     """
     path = overrides.pop("ckpt_path", None)
     if not isinstance(strategy, Strategy):
@@ -298,9 +292,6 @@ def global_losses(per_rank: list[dict[str, Any]]) -> list[float]:
     """The loss over each global batch, from what each rank that computes losses saw of it."""
     steps: list[Any] = list(zip(*(result["seen"] for result in per_rank if result["seen"]), strict=True))
     return [sum(loss * n for loss, n in step) / sum(n for _, n in step) for step in steps]
-
-
-Scenario = Callable[..., Any]
 
 
 def assert_same_weights(

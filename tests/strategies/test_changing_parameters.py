@@ -199,7 +199,7 @@ AT_ANY_TIME = (
 FOLLOWED = {
     "ring_ddp": (*STORIES,),
     "pipeline_1f1b": (*IN_TURNS, ANOTHER, SET_UP_AGAIN),
-    "ddp_sharded": (*AT_ANY_TIME, "a parametrization", "unfrozen with a new layer"),
+    "ddp_sharded": (*AT_ANY_TIME, "BackboneFinetuning", "a parametrization", "unfrozen with a new layer"),
     "cpu_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
     "sync_ps": (*AT_ANY_TIME, "a new layer, the same on all ranks"),
 }
@@ -220,33 +220,42 @@ def test_what_changes_during_training_trains_as_on_one_device(strategy: str, wor
     torch.testing.assert_close({name: first[name] for name in expected}, expected, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize(
-    ("strategy", "name"), [("ddp_sharded", ANOTHER), ("cpu_ps", SET_UP_AGAIN), ("sync_ps", ANOTHER)]
-)
-def test_optimizers_whose_states_have_owners_are_not_replaced(strategy: str, name: str, world2: World) -> None:
-    """Each rank stepped another optimizer with its own gradients, until the end of the fit compared the weights."""
-    words = r"optimizer 0 \((SGD|Adam)\) was set during a fit.*use strategy='ring_ddp'"
-    world2.run_raising(ValueError, words, train, STORIES[name], strategy)
-
-
-@pytest.mark.parametrize("strategy", ["ddp_sharded", "cpu_ps", "sync_ps"])
-def test_owners_refuse_parameters_that_share_memory(strategy: str, world2: World) -> None:
-    """Owners updated a copy for each of the two, so that one of the updates was lost."""
-    words = r"two parameters of shapes \(\d+,\) and \(\d+,\) share memory.*use strategy='ring_ddp'"
-    world2.run_raising(ValueError, words, train, Story(tie), strategy)
-
-
 def add_accumulate_hook(module: Frozen) -> None:
     if module.current_epoch == 1:
         module.second.weight.register_post_accumulate_grad_hook(lambda parameter: None)
 
 
-def test_changes_that_stages_cannot_follow(world2: World) -> None:
-    """A new layer trained to other weights, and a hook ran after each micro-batch, without a word."""
-    words = r"extra.weight has come to the optimizer while training runs.*freeze it until it is used"
-    world2.run_raising(ValueError, words, train, STORIES["a new layer, the same on all ranks"], "hybrid")
-    words = r"register_post_accumulate_grad_hook: in a pipeline.*use on_before_optimizer_step"
-    world2.run_raising(ValueError, words, train, Story(add_accumulate_hook), "pipeline_1f1b")
+def freeze_in_step(module: Frozen) -> None:
+    module.first.requires_grad_(True)
+    module.second.requires_grad_(False)
+
+
+# Each rank stepped another optimizer with its own gradients, until the end of the fit compared the weights.
+REPLACED = r"optimizer 0 \((SGD|Adam)\) was set during a fit.*use strategy='ring_ddp'"
+# Owners updated a copy for each of the two, so that one of the updates was lost.
+SHARED = r"two parameters of shapes \(\d+,\) and \(\d+,\) share memory.*use strategy='ring_ddp'"
+# A new layer trained to other weights, and a hook ran after each micro-batch, without a word.
+LATE = r"extra.weight has come to the optimizer while training runs.*freeze it until it is used"
+PER_MICRO_BATCH = r"register_post_accumulate_grad_hook: in a pipeline.*use on_before_optimizer_step"
+UNUSED = r"does not depend on layers\.2\.weight, layers\.2\.bias.*find_unused_parameters=True.*on_train_epoch_start"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "story", "error", "words"),
+    [
+        ("ddp_sharded", STORIES[ANOTHER], ValueError, REPLACED),
+        ("cpu_ps", STORIES[SET_UP_AGAIN], ValueError, REPLACED),
+        ("sync_ps", STORIES[ANOTHER], ValueError, REPLACED),
+        *((name, Story(tie), ValueError, SHARED) for name in ("ddp_sharded", "cpu_ps", "sync_ps")),
+        ("hybrid", STORIES["a new layer, the same on all ranks"], ValueError, LATE),
+        ("pipeline_1f1b", Story(add_accumulate_hook), ValueError, PER_MICRO_BATCH),
+        ("ring_ddp", Story(freeze_in_step, "training_step"), RuntimeError, UNUSED),
+    ],
+)
+def test_changes_that_are_not_followed_are_refused(
+    strategy: str, story: Story, error: type[Exception], words: str, world2: World
+) -> None:
+    world2.run_raising(error, words, train, story, strategy)
 
 
 class DifferentlyError(Frozen):
@@ -348,14 +357,6 @@ def test_what_cannot_train_alike_is_refused(story: str, world2: World) -> None:
     messages = "\n".join(message for message, _ in results)
     assert re.search(words, messages, re.DOTALL), messages
     assert [global_step for _, global_step in results] == [steps, steps]
-
-
-def test_a_layer_that_a_step_freezes_is_one_that_the_loss_does_not_depend_on(world2: World) -> None:
-    words = r"does not depend on layers\.2\.weight, layers\.2\.bias.*find_unused_parameters=True.*on_train_epoch_start"
-    story = Story(
-        lambda module: [module.first.requires_grad_(True), module.second.requires_grad_(False)], "training_step"
-    )
-    world2.run_raising(RuntimeError, words, train, story, "ring_ddp")
 
 
 class Outside(Classifier):

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -103,38 +102,33 @@ class KeepsUnitRows(Classifier):
             self.second.weight.clamp_(-0.5, 0.5)
 
 
-ROWS = pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
-NAMES = [row.name for row in rows_with_a_whole_model()]
+NAMES, SERVERS = [row.name for row in rows_with_a_whole_model()], ("cpu_ps", "sync_ps")
 LR = r"'lr' of parameter group 0 \(SGD\): "
 IS_SHORTENED = r"self.rows = nn.Embedding\(..., max_norm=0.5\)"
 
 
-@pytest.mark.parametrize("name", [*NAMES, "tensor_split"])
-def test_learning_rates_that_differ_are_an_error(name: str, world2: World) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [
+        *(
+            (name, FollowsItsOwnValue, LR + r"0.02 on rank 0; 0.2 on rank 1\nReduceLROnPlateau follows 'own_value'")
+            for name in [*NAMES, "tensor_split"]
+        ),
+        ("ring_ddp", ChangesItsLearningRate, LR + r".* on rank 0; .* on rank 1"),
+        *((name, HooksOfOneRank, r"hooks before a step of SGD: 1 on rank 0; 0 on rank 1") for name in SERVERS),
+    ],
+)
+def test_optimizers_that_differ_are_an_error(name: str, kind: Any, words: str, world2: World) -> None:
     """ddp_sharded and the servers went on, with a learning rate of each owner, or with that of one rank."""
-    words = LR + r"0.02 on rank 0; 0.2 on rank 1\nReduceLROnPlateau follows 'own_value'"
-    world2.run_raising(
-        RuntimeError, words, trained_weights, FollowsItsOwnValue, name, 2, CASE, validation=eval_loader(8)
-    )
-
-
-def test_learning_rates_that_differ_within_an_epoch(world2: World) -> None:
-    words = LR + r".* on rank 0; .* on rank 1"
-    world2.run_raising(RuntimeError, words, trained_weights, ChangesItsLearningRate, "ring_ddp", 2, CASE)
-
-
-@pytest.mark.parametrize("name", ["cpu_ps", "sync_ps"])
-def test_hooks_of_one_rank_for_which_others_would_average_gradients(name: str, world2: World) -> None:
-    words = r"hooks before a step of SGD: 1 on rank 0; 0 on rank 1"
-    world2.run_raising(RuntimeError, words, trained_weights, HooksOfOneRank, name, 2, CASE)
+    world2.run_raising(RuntimeError, words, trained_weights, kind, name, 2, CASE, validation=eval_loader(8))
 
 
 @pytest.mark.parametrize(("kind", "parameter"), [(ShortensRows, "rows"), (MovesCentres, "centre")])
-@ROWS
-def test_parameters_that_a_step_changes(row: StrategyRow, kind: Any, parameter: str, world2: World) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_parameters_that_a_step_changes(name: str, kind: Any, parameter: str, world2: World) -> None:
     """ddp_sharded and the servers trained other weights, in silence; ring_ddp said so at the end of the fit."""
     words = rf"{parameter}: changed to checksum .* on rank 0; changed to checksum .* on rank 1"
-    world2.run_raising(RuntimeError, words, trained_weights, kind, row.name, 2, CASE)
+    world2.run_raising(RuntimeError, words, trained_weights, kind, name, 2, CASE)
 
 
 def test_parameters_that_all_ranks_change_alike(world2: World) -> None:

@@ -54,6 +54,11 @@ CASES = {
     "activation checkpointing": Case(strategy={"activation_checkpointing": True}),
     "many small buckets": Case(strategy={"bucket_cap_mb": 0.0001}),
 }
+FOUR_RANKS, TWO_STEPS = "four ranks", "two steps"
+OTHER_CASES = {
+    FOUR_RANKS: Case(num_samples=53, max_epochs=1),  # its last step is that of the uneven batch
+    TWO_STEPS: Case(num_samples=16, max_epochs=1),
+}
 REPEATED = "sgd float32"
 
 rows = pytest.mark.parametrize("row", synchronous_rows(), ids=lambda row: row.name)
@@ -64,7 +69,7 @@ strategies = pytest.mark.parametrize(
 
 @functools.cache
 def _one_device(case_name: str) -> dict[str, Any]:
-    return fit(CASES[case_name], None, 1)
+    return fit((CASES | OTHER_CASES)[case_name], None, 1)
 
 
 def fit_cases(names: list[str], strategy_name: str, ranks: int) -> list[dict[str, Any]]:
@@ -142,38 +147,23 @@ def test_ranks_train_on_different_data(world2: World) -> None:
     assert first["seen"] != second["seen"]
 
 
-FOUR_RANKS = Case(num_samples=53, max_epochs=1)  # its last step is that of the uneven batch
-
-
-@functools.cache
-def _one_device_for_four_ranks() -> dict[str, Any]:
-    return fit(FOUR_RANKS, None, 1)
-
-
 @rows
 def test_four_ranks(row: StrategyRow, world4: World) -> None:
-    reference = _one_device_for_four_ranks()
-    for result in world4.run(fit, FOUR_RANKS, row.name, 4):
+    case = OTHER_CASES[FOUR_RANKS]
+    for result in world4.run(fit, case, row.name, 4):
         for name, value in result["weights"].items():
-            _assert_same(value, reference["weights"][name], FOUR_RANKS.rtol)
-
-
-TWO_STEPS = Case(num_samples=16, max_epochs=1)
-
-
-@functools.cache
-def _one_device_for_two_steps() -> dict[str, Any]:
-    return fit(TWO_STEPS, None, 1)
+            _assert_same(value, _one_device(FOUR_RANKS)["weights"][name], case.rtol)
 
 
 @pytest.mark.parametrize("row", distinct_rows(), ids=lambda row: row.name)
 def test_two_steps(row: StrategyRow, world2: World) -> None:
     """What ``make newest`` runs with the newest torch and Lightning."""
-    for result in world2.run(fit, TWO_STEPS, row.name, 2):
+    case = OTHER_CASES[TWO_STEPS]
+    for result in world2.run(fit, case, row.name, 2):
         for name, value in result["weights"].items():
             assert torch.isfinite(value).all()
             if row.synchronous:
-                _assert_same(value, _one_device_for_two_steps()["weights"][name], TWO_STEPS.rtol)
+                _assert_same(value, _one_device(TWO_STEPS)["weights"][name], case.rtol)
 
 
 @strategies

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_multigpu.registry import StrategyRow
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    rows_with_a_whole_model,
-    trained_weights,
-)
+from tests.strategies.tasks import Case, Classifier, rows_with_a_whole_model, trained_weights
 from tests.world import World
 
 CASE = Case(num_samples=55, max_epochs=2)  # batches of 8, and of 7
@@ -80,15 +75,13 @@ class GivesGradients(Classifier):
             self.give(self.gradients_of_penalty(), 0.3, 1.0)
         for parameter, gradient in zip(self.parameters(), self.gradients_of_penalty(), strict=True):
             assert parameter.grad is not None
-            if self.way == "averages through .data":
-                parameter.grad.data = parameter.grad.data * 0.5
-            elif self.way == "through .data":
+            if self.way == "through .data":
                 parameter.grad.data = parameter.grad.data + 0.3 * gradient
             elif self.way == "through set_":
                 parameter.grad.set_(parameter.grad + 0.3 * gradient)  # type: ignore[no-untyped-call]
 
 
-IN_A_HOOK = ("in a hook", "averages through .data", "through .data", "through set_")
+IN_A_HOOK = ("in a hook", "through .data", "through set_")
 WAYS = (
     "all of them",
     "after backward",

@@ -10,13 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    fit_module,
-    make_strategy,
-    rows_with_a_whole_model,
-)
+from tests.strategies.tasks import Case, Classifier, fit_module, make_strategy, rows_with_a_whole_model
 from tests.world import World
 
 

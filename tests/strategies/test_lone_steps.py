@@ -54,14 +54,12 @@ class Module(L.LightningModule):
         return torch.optim.Adam(self.parameters())
 
 
-class Manual(Module):
-    def __init__(self) -> None:
-        super().__init__(optimizers=2)
-
-
 class Failing(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise KeyError("a column")
+
+
+Manual = functools.partial(Module, optimizers=2)
 
 
 class WithoutPairs(Module):
@@ -113,33 +111,20 @@ def test_a_step_is_timed_and_counted(crowd: int, measured: Measured) -> None:
     assert 0 <= shares[0] <= shares[-1] <= 1
 
 
-def test_manual_optimization_has_the_same_phases(measured: Measured) -> None:
-    phases = measured(Manual).phases
-    assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
-
-
-def test_phases_within_each_other_count_once() -> None:
-    """Of two steps, in seconds: the optimizer's step runs the closure, as Lightning does."""
-    first = _Step(0.0, [("forward", 1.0, 3.0), ("backward", 3.0, 7.0), ("optimizer", 1.0, 8.0)], end=8.5)
-    steps = [first, _Step(9.0, first.phases, end=17.5), _Step(18.0)]
-    steps[1].phases = [(phase, start + 9.0, end + 9.0) for phase, start, end in first.phases]
-    phases = _phases(HostClock(), steps)
-    assert (phases.forward_s, phases.backward_s, phases.optimizer_s) == (2.0, 4.0, 1.0)
-    assert (phases.input_s, phases.other_s) == (0.5, 1.5)
-    assert phases.step_s == 9.0
-
-
-def test_a_backward_that_adds_to_gradients_is_timed_apart() -> None:
-    """Two batches an optimizer step: the second one's backward takes 5 s instead of 4 s."""
+def test_phases_within_each_other_count_once_and_adding_to_gradients_apart() -> None:
+    """Of two batches an optimizer step, which runs the closure; the second one's backward takes 5 s instead of 4 s."""
     steps, begin = [], 0.0
     for _ in range(3):
-        steps.append(_Step(begin, [("forward", begin, begin + 2), ("backward", begin + 2, begin + 6)], end=begin + 6))
-        begin += 6
-        second = [("forward", begin, begin + 2), ("backward", begin + 2, begin + 7), ("optimizer", begin, begin + 8)]
-        steps.append(_Step(begin, second, end=begin + 8))
-        begin += 8
+        first = [("forward", begin + 1, begin + 3), ("backward", begin + 3, begin + 7)]
+        second = [("forward", begin + 9, begin + 11), ("backward", begin + 11, begin + 16)]
+        steps += [
+            _Step(begin, first, end=begin + 7.5),
+            _Step(begin + 8, [*second, ("optimizer", begin + 9, begin + 17)], end=begin + 17.5),
+        ]
+        begin += 18
     phases = _phases(HostClock(), [*steps, _Step(begin)])
     assert (phases.forward_s, phases.backward_s, phases.adding_s, phases.optimizer_s) == (2.0, 4.0, 1.0, 1.0)
+    assert (phases.input_s, phases.other_s, phases.step_s) == (0.5, 1.5, 9.0)
 
 
 def test_a_rank_of_split_layers_has_its_part_and_its_collectives(measured: Measured) -> None:
@@ -152,19 +137,23 @@ def test_a_rank_of_split_layers_has_its_part_and_its_collectives(measured: Measu
 
 def test_split_layers_of_a_module_that_optimizes_manually(measured: Measured) -> None:
     """Its step runs in the trials too, and changes neither weights nor the states of the optimizer there."""
+    phases = measured(Manual).phases
+    assert min(phases.forward_s, phases.backward_s, phases.optimizer_s) > 0
     found = measured(Manual, tensor_parallel_size=2)
     assert found.collectives == measured(Module, tensor_parallel_size=2).collectives
     assert found.held == measured(Module, tensor_parallel_size=2).held
 
 
-def test_a_module_whose_layers_cannot_be_split(measured: Measured) -> None:
-    with pytest.raises(LoneStepsError, match="no layer can be split"):
-        measured(WithoutPairs, tensor_parallel_size=2)
-
-
-def test_the_error_of_the_users_code_is_the_message(measured: Measured) -> None:
-    with pytest.raises(LoneStepsError, match="KeyError: 'a column'"):
-        measured(Failing, crowd=2)
+@pytest.mark.parametrize(
+    ("module", "options", "words"),
+    [
+        (WithoutPairs, {"tensor_parallel_size": 2}, "no layer can be split"),
+        (Failing, {"crowd": 2}, "KeyError: 'a column'"),
+    ],
+)
+def test_the_error_of_a_rank_is_the_message(module: Any, options: Any, words: str, measured: Measured) -> None:
+    with pytest.raises(LoneStepsError, match=words):
+        measured(module, **options)
 
 
 def test_a_rank_that_cannot_be_started_leaves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

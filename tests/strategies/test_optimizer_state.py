@@ -117,6 +117,11 @@ def log_norm(module: Changes, optimizer: Any) -> None:
     module.log("norm", sum(each["momentum_buffer"].norm() for each in optimizer.state.values()), sync_dist=True)
 
 
+def gather(module: Changes, optimizer: Any) -> None:
+    whole = getattr(module.trainer.strategy, "whole", lambda value: value)
+    module.found += [float(whole(each["momentum_buffer"]).norm()) for each in optimizer.state.values()]
+
+
 def write(module: Changes, optimizer: Any) -> None:
     torch.save(optimizer.state_dict(), io.BytesIO())
 
@@ -133,7 +138,7 @@ FOLLOWED = (
     leave_a_layer_out,
 )
 IN_PLACE = (set_to_zero, halve_every_tensor, load_what_was_kept)
-READS = (norm_of_all, norm_of_each, log_norm, write)
+READS = (norm_of_all, norm_of_each, log_norm, gather, write)
 SERVERS = ("cpu_ps", "sync_ps")
 CHANGES = {
     **dict.fromkeys(SERVERS, FOLLOWED),
@@ -215,35 +220,6 @@ def of_one_rank(module: Changes, optimizer: Any) -> None:
 @pytest.mark.parametrize("strategy", SERVERS)
 def test_a_change_on_one_rank_is_refused(strategy: str, world2: World) -> None:
     world2.run_raising(Exception, r"on all (ranks|workers)", train, [of_one_rank], strategy, 2)
-
-
-class ReadsBeforeSteps(Changes):
-    """Reads states in the hook before the step, and where an epoch begins."""
-
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        if self.current_epoch:
-            norm_of_all(self, optimizer)
-            optimizer.state[self.first.weight]["momentum_buffer"].mul_(0.5)[0] = 0.1
-
-
-def gather(module: Changes, optimizer: Any) -> None:
-    whole = getattr(module.trainer.strategy, "whole", lambda value: value)
-    for each in optimizer.state.values():
-        module.found.append(float(whole(each["momentum_buffer"]).norm()))
-
-
-def read(strategy: str | None, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
-    module = ReadsBeforeSteps(gather)
-    fit_module(module, strategy_of(strategy), ranks, CASE)
-    return module.found, state(module)
-
-
-def test_states_of_split_layers_are_gathered(world2: World) -> None:
-    """Each rank read the norm of its part."""
-    expected, weights = read(None, 1)
-    for found, of_rank in world2.run(read, "tensor_split", 2):
-        assert found == pytest.approx(expected, rel=1e-12)
-        torch.testing.assert_close(of_rank, weights, rtol=0, atol=1e-12)
 
 
 def take_one_that_couples(module: Changes, optimizer: Any) -> None:

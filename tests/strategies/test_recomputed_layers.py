@@ -35,14 +35,17 @@ WIDTH = 8
 
 
 class Block(nn.Module):
-    """Draws torch's and Python's random numbers, and counts batches in BatchNorm."""
+    """Draws what it is told to; else torch's and Python's random numbers, and counts batches in BatchNorm."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[], Any] | None) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        self.dropout, self.norm = nn.Dropout(0.3), nn.BatchNorm1d(WIDTH)
+        self.dropout, self.norm, self.draw = nn.Dropout(0.3), nn.BatchNorm1d(WIDTH), draw
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.draw is not None:
+            self.draw()
+            return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
         scale = 0.5 if self.training and random.random() < 0.5 else 1.0
         return self.norm(x + scale * self.down(self.dropout(torch.tanh(self.up(x)))))  # type: ignore[no-any-return]
 
@@ -50,11 +53,11 @@ class Block(nn.Module):
 class Blocks(L.LightningModule):
     """Notes the bytes that autograd keeps of each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, draw: Callable[[], Any] | None = None) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.first = nn.Linear(NUM_FEATURES, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block(draw) for _ in range(4))
         self.head = nn.Linear(WIDTH, NUM_CLASSES)
         self.kept: list[int] = []
 
@@ -90,26 +93,8 @@ def test_trains_as_without_and_keeps_less(name: str, world2: World) -> None:
         assert result["kept"] < 0.5 * reference["kept"]
 
 
-class SteadyBlock(Block):
-    """Draws what it is told to, and has no statistics of a batch."""
-
-    def __init__(self, draw: Callable[[], Any]) -> None:
-        super().__init__()
-        self.draw = draw
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.draw()
-        return x + self.down(torch.tanh(self.up(x)))  # type: ignore[no-any-return]
-
-
-class Steady(Blocks):
-    def __init__(self, draw: Callable[[], Any]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(SteadyBlock(draw) for _ in range(4))
-
-
 def replicated(choice: Any, devices: int, draw: Callable[[], Any] = int) -> dict[str, Any]:
-    module, case = Steady(draw), Case(max_epochs=2, num_samples=52)  # the last batch is one of four samples
+    module, case = Blocks(draw), Case(max_epochs=2, num_samples=52)  # the last batch is one of four samples
     strategy = make_strategy("dp", activation_checkpointing=choice) if devices > 1 else "auto"
     trainer = make_trainer(case, strategy, devices)
     trainer.fit(module, train_loader(case, 1))
@@ -133,11 +118,14 @@ class Late(Classifier):
         pass
 
 
+def fit_naming_conv(module: L.LightningModule) -> None:
+    trainer = make_trainer(Case(), RingDDPStrategy(activation_checkpointing=["Conv2d"]), 2)
+    trainer.fit(module, DataLoader(dataset(8)))
+
+
 def test_what_does_not_exist_is_named_before_any_process_starts() -> None:
-    strategy = RingDDPStrategy(activation_checkpointing=["Conv2d"])
-    trainer = make_trainer(Case(), strategy, 2)
     with pytest.raises(ValueError, match=r"\['Conv2d'\] names no layer of Classifier.*Linear.*'layers.0'"):
-        trainer.fit(Classifier(), DataLoader(dataset(8)))
+        fit_naming_conv(Classifier())
     for choice in ("Block", [1]):
         with pytest.raises(ValueError, match=r"is neither a bool nor a list of classes"):
             RingDDPStrategy(activation_checkpointing=choice)
@@ -146,10 +134,5 @@ def test_what_does_not_exist_is_named_before_any_process_starts() -> None:
         make_trainer(Case(), RingDDPStrategy(activation_checkpointing=True), 2).fit(compiled, DataLoader(dataset(8)))
 
 
-def late() -> None:
-    strategy = RingDDPStrategy(activation_checkpointing=["Conv2d"])
-    make_trainer(Case(), strategy, 2).fit(Late(), train_loader(Case(), 2))
-
-
 def test_layers_that_are_made_later_are_named_then(world2: World) -> None:
-    world2.run_raising(ValueError, r"\['Conv2d'\] names no layer of Late", late)
+    world2.run_raising(ValueError, r"\['Conv2d'\] names no layer of Late", lambda: fit_naming_conv(Late()))

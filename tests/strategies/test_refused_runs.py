@@ -7,18 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    dataset,
-    eval_loader,
-    fit_module,
-    make_strategy,
-    make_trainer,
-)
+from tests.strategies.tasks import Case, Classifier, dataset, eval_loader, fit_module, make_strategy, make_trainer
 from tests.world import World, rank
 
 
@@ -28,33 +21,26 @@ class Lazy(Classifier):
         self.layers[0] = nn.LazyLinear(16)
 
 
-def fit_lazy(name: str) -> None:
-    fit_module(Lazy(), name, 2)
-
-
-def test_a_lazy_layer(world2: World) -> None:
-    """torch's error about uninitialized parameters came after the start of the ranks, and named no layer."""
-    words = r"layers\.0 \(LazyLinear\) is lazy, .* run one batch through it in __init__ or configure_model"
-    world2.run_raising(ValueError, words, fit_lazy, "ring_ddp")
-    with pytest.raises(ValueError, match=words):
-        fit_lazy("dp")
-
-
 class Sparse(Classifier):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("graph", torch.eye(6, dtype=torch.float64).to_sparse())
 
 
-def fit_sparse(name: str) -> None:
-    fit_module(Sparse(), name, 2)
+# torch's errors came after the start of the ranks, or in the middle of the setup, and named no layer.
+LAZY = r"layers\.0 \(LazyLinear\) is lazy, .* run one batch through it in __init__ or configure_model"
+SPARSE = r"self\.graph is sparse \(torch\.sparse_coo\).*register its indices and its values as buffers"
 
 
-def test_a_sparse_buffer(world2: World) -> None:
-    """torch said "nbytes is not defined for sparse tensors" in the middle of the setup, and of dp's first step."""
-    words = r"self\.graph is sparse \(torch\.sparse_coo\).*register its indices and its values as buffers"
-    world2.run_raising(ValueError, words, fit_sparse, "cpu_ps")
-    fit_sparse("dp")
+@pytest.mark.parametrize(("module", "name", "words"), [(Lazy, "ring_ddp", LAZY), (Sparse, "cpu_ps", SPARSE)])
+def test_a_layer_or_a_buffer_that_does_not_travel(module: Any, name: str, words: str, world2: World) -> None:
+    world2.run_raising(ValueError, words, lambda: fit_module(module(), name, 2))
+
+
+def test_replicas_of_dp_may_have_sparse_buffers_and_no_lazy_layers() -> None:
+    fit_module(Sparse(), "dp", 2)
+    with pytest.raises(ValueError, match=LAZY):
+        fit_module(Lazy(), "dp", 2)
 
 
 class Further(BatchSampler):
@@ -62,20 +48,40 @@ class Further(BatchSampler):
         super().__init__(sampler, batch_size, drop_last)
 
 
-def fit_with_own_batches(name: str) -> None:
-    data = dataset(16)
-    loader: DataLoader[Any] = DataLoader(data, batch_sampler=Further(SequentialSampler(data), 4, False, None))
-    fit_module(Classifier(), name, 2, Case(), loader)
+class Own(BatchSampler):
+    """Made as torch's is."""
+
+
+DATA = dataset(16)
+IN_ORDER = SequentialSampler(DATA)
 
 
 def predict_few(name: str, loader: DataLoader[Any]) -> Any:
     return make_trainer(Case(), make_strategy(name), 2).predict(Classifier(), loader)
 
 
-def test_a_batch_sampler_with_a_further_argument(world2: World) -> None:
-    """Lightning makes it anew without that argument: a TypeError that named no way out."""
-    words = r"Further cannot get the ranks' sampler.*\(weights\): .*use_distributed_sampler=False"
-    world2.run_raising(ValueError, words, fit_with_own_batches, "ring_ddp")
+@pytest.mark.parametrize(
+    ("batches", "words"),
+    [
+        (
+            Further(IN_ORDER, 4, False, None),
+            r"Further cannot get the ranks' sampler.*\(weights\): .*use_distributed_sampler=False",
+        ),
+        (
+            BatchSampler(SubsetRandomSampler(range(8)), 4, False),
+            r"batch_sampler=BatchSampler.*pass batch_size=4, drop_last=False and the sampler to",
+        ),
+        (
+            Own(SubsetRandomSampler(range(8)), 4, False),
+            r"all samples in the place of the SubsetRandomSampler of Own: .*=False",
+        ),
+    ],
+    ids=["further argument", "torch's own", "sampler of some samples"],
+)
+def test_a_batch_sampler_that_lightning_does_not_keep(batches: BatchSampler, words: str, world2: World) -> None:
+    """A TypeError that named no way out, batches of one sample, and an epoch of all samples instead of eight."""
+    data = DataLoader(DATA, batch_sampler=batches)
+    world2.run_raising(ValueError, words, fit_module, Classifier(), "ring_ddp", 2, Case(), data)
 
 
 def test_fewer_samples_to_predict_than_ranks(world2: World) -> None:
@@ -127,10 +133,18 @@ def test_batches_that_were_drawn_before_ranks_share_them(world2: World) -> None:
     assert not second, "rank 0 says it"
 
 
-def fit_accumulating() -> None:
-    fit_module(Classifier(), "ring_ddp", 2, Case(trainer={"accumulate_grad_batches": 1 + rank()}))
+def fit_accumulating(by_epoch: bool) -> None:
+    batches = 1 + rank()
+    options = {"callbacks": [GradientAccumulationScheduler({1: batches})]} if by_epoch else {}
+    fit_module(Classifier(), "ring_ddp", 2, Case(), accumulate_grad_batches=1 if by_epoch else batches, **options)
 
 
-def test_ranks_that_accumulate_differently(world2: World) -> None:
-    words = "are not set up alike: accumulate_grad_batches: 1 on rank 0; 2 on rank 1"
-    world2.run_raising(RuntimeError, words, fit_accumulating)
+@pytest.mark.parametrize(
+    ("by_epoch", "words"),
+    [
+        (False, "accumulate_grad_batches: 1 on rank 0; 2 on rank 1"),
+        (True, r"GradientAccumulationScheduler: \{0: 1, 1: 1\} on rank 0; \{0: 1, 1: 2\} on rank 1"),
+    ],
+)
+def test_ranks_that_accumulate_differently(by_epoch: bool, words: str, world2: World) -> None:
+    world2.run_raising(RuntimeError, f"are not set up alike: {words}", fit_accumulating, by_epoch)

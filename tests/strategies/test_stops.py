@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit_module, rows_of_each_class, synchronous_rows
@@ -17,30 +18,21 @@ CASE = Case(num_samples=48)
 PLACES = {"on_train_batch_end": 3, "on_validation_epoch_end": 4, "on_train_epoch_end": 6}
 
 
-class Stops(L.Callback):
-    """The last rank asks for the end of training at a place of the first epoch."""
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self.validations = 0
-        setattr(self, place, self.stop)
-
-    def stop(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.global_step == PLACES[self.place] and trainer.global_rank == trainer.world_size - 1:
-            trainer.should_stop = True
-
-    def on_validation_start(self, trainer: L.Trainer, *args: Any) -> None:
-        self.validations += 1
-
-
 def fit_in_turns(strategy_name: str | None, ranks: int, places: Sequence[str]) -> list[tuple[int, int]]:
-    """The steps, and the validations, with a stop at each of the places."""
+    """The steps, and the validations; the last rank asks for the end at each of the places of the first epoch."""
     found = []
     for place in places:
-        stops = Stops(place)
-        options = {"callbacks": [stops], "val_check_interval": 2}
+        validations: list[int] = []
+
+        def stop(trainer: L.Trainer, *args: Any, step: int = PLACES[place]) -> None:
+            trainer.should_stop |= trainer.global_step == step and trainer.global_rank == trainer.world_size - 1
+
+        counts = LambdaCallback(
+            on_validation_start=lambda trainer, _, seen=validations: seen.append(trainer.global_step)
+        )
+        options = {"callbacks": [LambdaCallback(**{place: stop}), counts], "val_check_interval": 2}
         trainer = fit_module(Classifier(), strategy_name, ranks, CASE, None, eval_loader(), **options)
-        found.append((trainer.global_step, stops.validations))
+        found.append((trainer.global_step, len(validations)))
     return found
 
 

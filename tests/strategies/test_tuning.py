@@ -40,16 +40,15 @@ class Rated(Classifier):
 def tune(strategy_name: str | None, ranks: int, *, by_callback: bool = False) -> dict[str, Any]:
     """Finds a learning rate, then trains with it; as the Tuner's user does, or by a callback within the fit."""
     strategy = "auto" if strategy_name is None else make_strategy(strategy_name)
-    finder = LearningRateFinder(num_training_steps=20, early_stop_threshold=None)
+    options: dict[str, Any] = {"early_stop_threshold": None}
+    finder = LearningRateFinder(num_training_steps=20, **options)
     trainer = make_trainer(CASE, strategy, ranks, callbacks=[finder] if by_callback else [])
-    module = Rated()
-    loader = train_loader(CASE, trainer)
-    if not by_callback:
-        found = Tuner(trainer).lr_find(module, loader, num_training=20, early_stop_threshold=None)
-        assert found is not None
+    module, loader = Rated(), train_loader(CASE, trainer)
+    found = None if by_callback else Tuner(trainer).lr_find(module, loader, num_training=20, **options)
     trainer.fit(module, loader)
-    results = finder.optimal_lr.results if by_callback else found.results  # type: ignore[union-attr]
-    return {"data ranks": data_ranks(trainer), "rate": module.lr, **results, "weights": state(module)}
+    results: Any = (found or finder.optimal_lr).results  # type: ignore[union-attr]
+    assert module.lr != 0.01
+    return {"data ranks": data_ranks(trainer), "rate": module.lr, "loss": results["loss"], "weights": state(module)}
 
 
 tune_on_one_device = functools.cache(functools.partial(tune, None, 1))
@@ -61,9 +60,7 @@ WAYS = [(row, False) for row in rows_of_each_class()] + [(rows_of_each_class()[0
 @pytest.mark.parametrize(("row", "by_callback"), WAYS, ids=lambda value: getattr(value, "name", str(value)))
 def test_finds_a_learning_rate_and_trains(row: StrategyRow, by_callback: bool, world2: World) -> None:
     expected = tune_on_one_device(by_callback=by_callback)
-    assert expected["rate"] != 0.01
     for result in world2.run(tune, row.name, 2, by_callback=by_callback):
-        assert result["rate"] != 0.01
         if result["data ranks"] == 1:  # else Lightning looks at the loss of each rank's own part of a batch
             assert result["loss"] == pytest.approx(expected["loss"], rel=1e-6)
             assert result["rate"] == pytest.approx(expected["rate"], rel=1e-6)

@@ -2,9 +2,9 @@
 
 For one operation and size::
 
-    ring    try . . . . . . time . . . . time . . . . . . time . . check       ranks that are not asked sleep
-    gloo    . . try . . . . . . . . time . . . . time . . . . . . . . . check
-                            round 1      round 2      ...                      every other round in reverse order
+    ring    try . . . . . . time . . . . time . . . . . . time          ranks that are not asked sleep
+    gloo    . . try . . . . . . . . time . . . . time . . . . . time
+                            round 1      round 2      ...               every other round in reverse order
 
 Each implementation has a job of its own. Where one fails, its row says how, its ranks are ended and started anew for
 the next operation, and the others go on.
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -41,18 +40,16 @@ _LATE_S = 0.05
 
 @dataclass(frozen=True)
 class CollectiveTurn:
-    """A turn of an implementation: ``step`` is one of
+    """A turn of an implementation: in round 0 it is tried, in others called as often as fits into a turn.
 
-    - "try": prepare tensors, do it once, check the result, and time it; answered by the number of elements, the size in
-      bytes, the number of elements that are wrong, and the seconds of a call after the first.
-    - "time": call it as often as fits into a turn; answered by the seconds of each call.
-    - "check": do it once more; answered by the number of elements that are wrong.
+    It is answered by the number of elements, the size in bytes, the number of elements that are wrong, in the first and
+    the last round, and the seconds of each call.
     """
 
     implementation: str
     operation: str
     size: int
-    step: Literal["try", "time", "check"]
+    round: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +74,10 @@ class CollectivePlan:
         for operation in self.operations:
             having = [each.name for each in self.implementations if each.has(operation.name)]
             for size in self.sizes if operation.has_size else [0]:
-                yield from (CollectiveTurn(name, operation.name, size, "try") for name in having)
-                for repetition in range(self.repetitions):
-                    order = having if repetition % 2 == 0 else having[::-1]
-                    yield from (CollectiveTurn(name, operation.name, size, "time") for name in order)
-                yield from (CollectiveTurn(name, operation.name, size, "check") for name in having)
+                yield from (CollectiveTurn(name, operation.name, size, 0) for name in having)
+                for number in range(1, 1 + self.repetitions):
+                    order = having if (self.repetitions - number) % 2 == 0 else having[::-1]
+                    yield from (CollectiveTurn(name, operation.name, size, number) for name in order)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +135,7 @@ class ImplementationRun:
     turns: Sequence[tuple[int, CollectiveTurn]]
     job: RankJob | None = None
     failed: str | None = None
-    _tried: list[tuple[int, int, int, float]] = field(default_factory=list)
+    _row: CollectiveResult | None = None
     _seconds: list[float] = field(default_factory=list)
 
     def take(self, number: int, turn: CollectiveTurn) -> CollectiveResult | None:
@@ -147,37 +143,27 @@ class ImplementationRun:
         if self.failed == turn.operation:
             self.hosts.skip(number)
             return None
-        operation, name = BY_NAME[turn.operation], self.implementation.name
+        if turn.round == 0:
+            name = self.implementation.name
+            self._row = CollectiveResult(operation=BY_NAME[turn.operation], implementation=name, size_bytes=turn.size)
+            self._seconds = []
+        assert self._row is not None
         try:
             self.job = self.job or self._started(number)
             answers = self.job.answers(number)
         except JobError as error:
             self.job, self.failed = None, turn.operation
-            size = self._tried[0][1] if turn.step != "try" else turn.size
             # Where every rank refuses at the first try, the operation is not supported.
-            refused = error.status == "failed" and turn.step == "try" and error.all_ranks
-            return CollectiveResult(
-                operation=operation,
-                implementation=name,
-                size_bytes=size,
-                status="not supported" if refused else error.status,
-                reason=str(error),
+            refused = error.status == "failed" and turn.round == 0 and error.all_ranks
+            return replace(
+                self._row, numel=0, wrong=0, status="not supported" if refused else error.status, reason=str(error)
             )
-        if turn.step == "try":
-            self._tried, self._seconds = answers, []
-        elif turn.step == "time":
-            self._seconds += [max(call) for call in zip(*answers, strict=True)]
-        else:
-            numel, size_bytes, _, _ = self._tried[0]
-            return CollectiveResult(
-                operation=operation,
-                implementation=name,
-                size_bytes=size_bytes,
-                numel=numel,
-                wrong=max(sum(wrong for _, _, wrong, _ in self._tried), sum(answers)),
-                seconds=Spread.of(self._seconds),
-            )
-        return None
+        numels, sizes, wrong, seconds = zip(*answers, strict=True)
+        self._row = replace(self._row, numel=numels[0], size_bytes=sizes[0], wrong=max(self._row.wrong, sum(wrong)))
+        if turn.round:
+            self._seconds += [max(call) for call in zip(*seconds, strict=True)]
+        is_last = turn.round == self.plan.repetitions
+        return replace(self._row, seconds=Spread.of(self._seconds)) if is_last else None
 
     def _started(self, number: int) -> RankJob:
         left = [turn for turn in self.turns if turn[0] >= number]
@@ -197,20 +183,22 @@ def serve(settings: tuple[Implementation, CollectivePlan], seat: Seat, turns: Tu
     implementation, plan = settings
     device = join(implementation, plan.device_type, plan.timeout_s, seat)
     assert dist.group.WORLD is not None
-    hosts = (seat.placement.devices,) if implementation.knows_hosts else ()
-    operations = implementation.make(dist.group.WORLD, *hosts)
+    operations = implementation.make(dist.group.WORLD, seat.placement.devices)
     bench: _Bench | None = None
-    calls = 1
+    calls, wrong = 1, 0
     for turn in turns:
-        if turn.step == "try":
+        if turn.round == 0:
             bench = None  # gives its tensors back before new ones are made
             bench = _Bench(turn, operations[turn.operation], plan.dtype, device, seat)
-            wrong, [*_, seconds] = bench.check(), bench.time(0, _ESTIMATING_CALLS)
-            answers = turns.answer((bench.buffers.numel, bench.buffers.size_bytes, wrong, seconds))
-            slowest_s = max(answer[-1] for answer in answers)
+            wrong = bench.check()
+        assert bench is not None
+        seconds = bench.time(plan.warm_up, calls) if turn.round else bench.time(0, _ESTIMATING_CALLS)
+        if turn.round and turn.round == plan.repetitions:
+            wrong = bench.check()
+        answers = turns.answer((bench.buffers.numel, bench.buffers.size_bytes, wrong, seconds))
+        if turn.round == 0:
+            slowest_s = max(seconds[-1] for *_, seconds in answers)
             calls = max(1, min(_MAX_CALLS, int(_TURN_S / max(slowest_s, 1e-9))))
-        elif bench is not None:
-            turns.answer(bench.check() if turn.step == "check" else bench.time(plan.warm_up, calls))
     dist.destroy_process_group()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from lightning_multigpu.bench.collectives.operations import Buffers
@@ -26,8 +27,8 @@ class Implementation:
     Args:
         name: on the command line and in results.
         backend: the back end of torch.distributed whose process group it gets.
-        make: returns the operations over such a group, by name; called once on every rank. A function of a module,
-            since it is sent to ranks by its name.
+        make: returns the operations over such a group, by name, if there are so many ranks on each host; called once on
+            every rank. A function of a module, since it is sent to ranks by its name.
         operations: their names; empty where trying decides.
         devices: types of device whose tensors it takes; empty for those that the back end is meant for.
     """
@@ -38,8 +39,6 @@ class Implementation:
     summary: str
     operations: tuple[str, ...] = ()
     devices: tuple[str, ...] = ()
-    knows_hosts: bool = False
-    """``make`` is also given the number of ranks on each host."""
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is built and meant for "cpu" or "cuda" tensors."""
@@ -59,7 +58,7 @@ class Implementation:
         return dist.is_backend_available(self.backend)
 
 
-def torch_collectives(group: dist.ProcessGroup) -> dict[str, Call]:
+def torch_collectives(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, Call]:
     """The collectives of ``torch.distributed``."""
     import torch.distributed as dist
 
@@ -90,24 +89,8 @@ def torch_collectives(group: dist.ProcessGroup) -> dict[str, Call]:
     }
 
 
-def ring(group: dist.ProcessGroup) -> dict[str, Call]:
-    """The ring all-reduce of ``ring_ddp`` on CPUs."""
-    from lightning_multigpu.communication.ring import RingAllReduce
-
-    all_reduce = RingAllReduce(group)
-    return {"all_reduce": lambda b: all_reduce(b.output)}
-
-
-def shared_memory(group: dist.ProcessGroup) -> dict[str, Call]:
-    """The all-reduce of ``ring_ddp`` between ranks of one host; ranks of several hosts cannot share memory."""
-    from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-
-    all_reduce = SharedMemoryAllReduce(group)
-    return {"all_reduce": lambda b: all_reduce(b.output)}
-
-
-def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
-    """The all-reduce of ``ring_ddp`` over hosts: shared memory inside each, a ring between them."""
+def ring_ddp(kind: str, group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
+    """The all-reduce of ``ring_ddp`` on CPUs: the memory of one host, a ring, or both in a "hierarchy" of hosts."""
     import torch.distributed as dist
 
     from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
@@ -115,8 +98,13 @@ def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
     from lightning_multigpu.engine.data_parallel.gradient_transport import layout
 
-    hosts, across = layout([list(range(dist.get_world_size(group)))], ranks_per_host)
-    inside, between = _own_group(hosts), _own_group(across)
+    if kind != "hierarchy":
+        alone = (SharedMemoryAllReduce if kind == "shared_memory" else RingAllReduce)(group)
+        return {"all_reduce": lambda b: alone(b.output)}
+    inside, between = (
+        dist.new_subgroups_by_enumeration(groups)[0] if groups else None  # type: ignore[no-untyped-call]
+        for groups in layout([list(range(dist.get_world_size(group)))], ranks_per_host)
+    )
     all_reduce = HierarchicalAllReduce(
         None if inside is None else SharedMemoryAllReduce(inside),
         None if between is None else RingAllReduce(between),
@@ -124,22 +112,21 @@ def hierarchy(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
     return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
-def compressed(group: dist.ProcessGroup) -> dict[str, Call]:
+def compressed(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, Call]:
     """The all-reduce of ``ring_ddp(compression="bf16")`` between hosts. The bench's numbers are exact in bf16."""
     from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
     from lightning_multigpu.communication.compression.factory import make_compressor
-    from lightning_multigpu.communication.compression.pieces import GradientPiece
 
     all_reduce = CompressedAllReduce(group, make_compressor("bf16"))
 
     def call(b: Buffers) -> None:
-        all_reduce(b.output, [GradientPiece("tensor", (b.output.numel(),))])
+        all_reduce(b.output, "tensor")
         all_reduce.end_step()
 
     return {"all_reduce": call}
 
 
-def broadcasts(group: dist.ProcessGroup) -> dict[str, Call]:
+def broadcasts(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, Call]:
     """A broadcast from each owner of a part of the model at once, as under ``ddp_sharded``."""
     import torch.distributed as dist
 
@@ -154,42 +141,23 @@ def broadcasts(group: dist.ProcessGroup) -> dict[str, Call]:
     return {"all_gather": gather}
 
 
-def _own_group(groups: list[list[int]]) -> dist.ProcessGroup | None:
-    """This rank's of several groups; None without one. A collective of all ranks."""
-    import torch.distributed as dist
-
-    made = [(ranks, dist.new_group(ranks)) for ranks in groups]
-    return next((group for ranks, group in made if dist.get_rank() in ranks), None)
+def _ours(
+    name: str, make: Callable[..., Mapping[str, Call]], summary: str, operation: str = "all_reduce"
+) -> Implementation:
+    return Implementation(name, "gloo", make, summary, (operation,), ("cpu",))
 
 
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    Implementation(
-        "shared_memory",
-        "gloo",
-        shared_memory,
-        "this pack's shared memory, for the ranks of one host",
-        ("all_reduce",),
-        ("cpu",),
+    _ours("shared_memory", partial(ring_ddp, "shared_memory"), "this pack's shared memory, for the ranks of one host"),
+    _ours("ring", partial(ring_ddp, "ring"), "this pack's ring, over gloo's messages"),
+    _ours(
+        "hierarchy", partial(ring_ddp, "hierarchy"), "this pack's shared memory inside each host and ring between hosts"
     ),
-    Implementation("ring", "gloo", ring, "this pack's ring, over gloo's messages", ("all_reduce",), ("cpu",)),
-    Implementation(
-        "hierarchy",
-        "gloo",
-        hierarchy,
-        "this pack's shared memory inside each host and ring between hosts",
-        ("all_reduce",),
-        ("cpu",),
-        knows_hosts=True,
-    ),
-    Implementation(
-        "compressed", "gloo", compressed, "this pack's compressed all-reduce, in bf16", ("all_reduce",), ("cpu",)
-    ),
+    _ours("compressed", compressed, "this pack's compressed all-reduce, in bf16"),
     Implementation("gloo", "gloo", torch_collectives, "torch's back end for CPUs"),
     Implementation("nccl", "nccl", torch_collectives, "NVIDIA's back end for GPUs"),
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),
     Implementation("ucc", "ucc", torch_collectives, "UCC, where torch was built with it"),
 )
-OWNERS = Implementation(
-    "owners", "gloo", broadcasts, "the broadcasts of ddp_sharded, one from each owner", ("all_gather",), ("cpu",)
-)
+OWNERS = _ours("owners", broadcasts, "the broadcasts of ddp_sharded, one from each owner", "all_gather")
 """Of no bench: calibration times it."""

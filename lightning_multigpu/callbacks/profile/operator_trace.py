@@ -81,10 +81,11 @@ def reads_of(recorded: profile) -> list[ReadValues]:
     """
     found: dict[str, tuple[int, float]] = {}
     for event in recorded.events() or ():  # type: ignore[no-untyped-call]
+        if event.name != _READ and not event.name.endswith("Synchronize"):
+            continue
         around = list(_around(event))
-        is_read = event.name == _READ or (event.name.endswith("Synchronize") and _READ not in around)
         function = next((name for name in around if _FUNCTION.match(name)), None)
-        if is_read and function is not None:
+        if function is not None and _READ not in around:
             count, seconds = found.get(function, (0, 0.0))
             found[function] = count + 1, seconds + event.time_range.elapsed_us() / 1e6
     reads = [ReadValues(function, count, seconds) for function, (count, seconds) in found.items()]

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import Interval, length, merged, overlaps
-from lightning_multigpu.planning.rank_figures import Pushes, TransferSums
+from lightning_multigpu.planning.rank_figures import TransferSums
 from lightning_multigpu.planning.step_phases import PHASES, Span, seconds_of
 
 
@@ -67,7 +67,6 @@ def figures_of(steps: Sequence[ProfiledStep]) -> dict[str, Any]:
         "waits_s": medians([_waits(step) for step in steps]),
         "activations_rate": sum(t.sent_bytes for t in activations) / (activations_s or 1.0),
         "transfers": _transfers(steps),
-        "pushes": _pushes(steps),
         "batches": round(median(step.batches for step in steps)),
     }
 
@@ -88,16 +87,6 @@ def _waits(step: ProfiledStep) -> dict[str, float]:
     """Seconds of "communication" in which gradients, or activations of split layers, were under way."""
     exposed, carried = step.waiting("communication"), dict.fromkeys(t.carries for t in step.transfers)
     return {kind: length(overlaps(step.under_way(kind), exposed)) for kind in carried if kind is not None}
-
-
-def _pushes(steps: Sequence[ProfiledStep]) -> Pushes | None:
-    """What parameter servers of other hosts get and send; None without any."""
-    of_steps = [[t for t in s.transfers if t.group == "servers" and t.operation in ("push", "pull")] for s in steps]
-    pushed = [[t for t in of_step if t.operation == "push" and t.sent_bytes > t.memory_bytes] for of_step in of_steps]
-    if not any(pushed):
-        return None
-    seconds = median(length(merged((t.start_s, t.end_s) for t in of_step)) for of_step in of_steps)
-    return Pushes(seconds, median(map(len, pushed)))
 
 
 def _transfers(steps: Sequence[ProfiledStep]) -> list[TransferSums]:

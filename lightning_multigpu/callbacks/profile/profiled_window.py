@@ -14,27 +14,22 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import profile
 from typing_extensions import override
 
-from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.callbacks.profile.operator_trace import launches_of, operators_of, reads_of, traced
 from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.engine.main_memory import host_memory
 from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import LaunchQueue, MemoryUse, OperatorTime, RankFigures, ReadValues
+from lightning_multigpu.planning.rank_figures import LaunchQueue, OperatorTime, RankFigures, ReadValues
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.report.document import HeldMemory, ProfiledRank
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _CALLBACKS = 8
@@ -74,6 +69,7 @@ class ProfiledWindow:
     Attributes:
         activations_bytes: the most that autograd kept for backward; None if it was not counted.
         batches: of the step that runs, which its callback counts.
+        stages: the newest record of a pipeline's stages.
         interrupted: whether a validation or the end of an epoch was in it.
     """
 
@@ -101,7 +97,6 @@ class ProfiledWindow:
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
         self._activations = activations
-        self._limit: tuple[str, int] | None = None
         on_gpu = trainer.strategy.root_device.type == "cuda"
         # A second torch.profiler would empty the first.
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
@@ -110,7 +105,7 @@ class ProfiledWindow:
         self._reads: list[ReadValues] = []
         self._launches: LaunchQueue | None = None
         self._trace = trace
-        self._stages: StageRecord | None = None
+        self.stages: StageRecord | None = None
         self.activations_bytes: int | None = None
         self.batches = 0
         self.interrupted = False
@@ -127,8 +122,8 @@ class ProfiledWindow:
         if self._meter is not None:
             self._meter.flush()
         self.stop()
-        if self._limit is None and self._counted:
-            self._complete(trainer)
+        if self.stages is None and self._counted:
+            self.stages = _stages_of(trainer)
 
     def stop(self) -> None:
         """Puts back what the window has replaced."""
@@ -151,7 +146,7 @@ class ProfiledWindow:
                     warmup -= 1
                 else:
                     self._counted.append((begin_s, start_s, self.batches))
-        self._complete(trainer)
+        self.stages = _stages_of(trainer)
         if self._activations:
             module = trainer.lightning_module
             saved = SavedActivations([*module.parameters(), *module.buffers()])
@@ -173,40 +168,30 @@ class ProfiledWindow:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 recorded.export_chrome_trace(str(path))
-                self._launches = launches_of(path)
+                if torch.cuda.is_available():
+                    self._launches = launches_of(path)
             except (OSError, ValueError) as error:  # training goes on: no room, or half a file
                 rank_zero_warn(f"the trace of a step was not written: {error}")
                 self._trace = None
 
-    def told(self, held: HeldMemory | None, peak_bytes: float | None) -> ProfiledRank:
-        """This rank's part of the profile.
-
-        ``held`` is its memory, and ``peak_bytes`` the most that all processes together had in use.
-        """
+    def figures(self, parameters_bytes: int) -> RankFigures:
+        """The figures of this rank, which holds ``parameters_bytes`` of parameters."""
         spans = [] if self._recorder is None else self._recorder.spans
         steps = [self._step(spans, *counted) for counted in self._counted]
-        memory, kinds = None, {} if held is None else held.kinds_bytes
-        of_device = kinds.pop("device_peak", None)  # torch's on a GPU that nobody else could tell of
-        peak_bytes = of_device if peak_bytes is None else peak_bytes
-        if self._limit is not None and peak_bytes is not None:
-            memory = MemoryUse(self._limit[0], peak_bytes, self._limit[1], kinds)
-        figures = RankFigures(
+        return RankFigures(
             rank=self._rank,
             host=socket.gethostname(),
             node=self._node,
             callbacks_s=medians([_callbacks_s(spans, start_s, end_s) for start_s, end_s, _ in self._counted]),
             is_metered=self._meter is not None,
             data_workers=self._workers,
-            threads=torch.get_num_threads(),
-            cores=usable_cores(),
-            memory=memory,
+            parameters_bytes=parameters_bytes,
             operators=self._operators,
             launches=self._launches,
             trace=str(self._trace) if self._operators and self._trace else None,
             reads=self._reads,
             **(figures_of(steps) if steps else {"steps": 0, "phases_s": {}}),
         )
-        return ProfiledRank(figures=figures, stages=self._stages)
 
     def _step(self, spans: Sequence[Span], start_s: float, end_s: float, batches: int) -> ProfiledStep:
         within = [span for span in spans if span.start_s < end_s and span.end_s > start_s]
@@ -226,7 +211,7 @@ class ProfiledWindow:
         phases = [Span(s.start_s, s.end_s, phase_of(s.name)) for s in spans]
         exposed = [Span(a, b, "communication") for a, b in self._exposed if a < end_s and b > start_s]
         passes: list[Span] = []
-        for step in () if self._stages is None else self._stages.steps:
+        for step in () if self.stages is None else self.stages.steps:
             if step.timeline and step.timeline[0].start_s >= start_s and step.timeline[-1].end_s <= end_s:
                 passes.append(Span(step.timeline[0].start_s, step.timeline[-1].end_s, "stage_wait"))
                 passes += [Span(i.start_s, i.end_s, _PASSES.get(i.kind, "stage_wait")) for i in step.timeline]
@@ -234,14 +219,13 @@ class ProfiledWindow:
 
     @contextmanager
     def _recorded(self, trainer: Trainer) -> Iterator[None]:
-        """Records actions, transfers and loggers. The listener stays: what has begun in the window may end later."""
+        """Records actions and transfers. The listener stays: what has begun in the window may end later."""
         self._recorder = recorder = ActionRecorder(_profiler(trainer), self.now)
         trainer.profiler = recorder  # type: ignore[attr-defined]
         if self._meter is not None:
             self._meter.listener = self._heard
         try:
-            with self._logging_heard(trainer, recorder.spans):
-                yield
+            yield
         finally:
             self._end_s = self.now()
             if _profiler(trainer) is recorder:
@@ -251,42 +235,10 @@ class ProfiledWindow:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
         self._exposed += [interval for interval in exposed if interval[0] < self._end_s]
 
-    @contextmanager
-    def _logging_heard(self, trainer: Trainer, spans: list[Span]) -> Iterator[None]:
-        """Lightning's loop calls loggers outside of all actions that it names."""
 
-        def timed(logger: Logger) -> Callable[..., None]:
-            log_metrics, name = logger.log_metrics, f"[Logger]{type(logger).__name__}.log_metrics"
-
-            def log(*args: Any, **kwargs: Any) -> None:
-                start_s = self.now()
-                try:
-                    log_metrics(*args, **kwargs)
-                finally:
-                    spans.append(Span(start_s, self.now(), name))
-
-            return log
-
-        own = [(logger, vars(logger).get("log_metrics")) for logger in trainer.loggers]
-        for logger, _ in own:
-            logger.log_metrics = timed(logger)  # type: ignore[method-assign]
-        try:
-            yield
-        finally:
-            for logger, before in own:
-                del logger.log_metrics
-                if before is not None:  # that somebody else has put there
-                    logger.log_metrics = before  # type: ignore[method-assign]
-
-    def _complete(self, trainer: Trainer) -> None:
-        """The steps are recorded: takes the newest record of stages, and the limit of the memory."""
-        strategy, device = trainer.strategy, trainer.strategy.root_device
-        if isinstance(strategy, MultiGPUStrategy):
-            self._stages = strategy.stage_record()
-        if device.type == "cuda":
-            self._limit = "GPU", torch.cuda.get_device_properties(device).total_memory
-        else:
-            self._limit = host_memory()[::2]
+def _stages_of(trainer: Trainer) -> StageRecord | None:
+    strategy = trainer.strategy
+    return strategy.stage_record() if isinstance(strategy, MultiGPUStrategy) else None
 
 
 def _profiler(trainer: Trainer) -> Profiler:
@@ -296,12 +248,12 @@ def _profiler(trainer: Trainer) -> Profiler:
 
 
 def _callbacks_s(spans: Sequence[Span], start_s: float, end_s: float) -> dict[str, float]:
-    """Seconds of a step by callback, by hook of the module, and by logger, without what is no training."""
+    """Seconds of a step by callback and by hook of the module, without what is no training."""
     totals: dict[str, float] = {}
     for span in spans:
         if span.start_s >= end_s or span.end_s <= start_s or phase_of(span.name) != "callbacks":
             continue
-        if span.name.startswith(("[Callback]", "[LightningModule]", "[Logger]")):
+        if span.name.startswith(("[Callback]", "[LightningModule]")):
             owner, _, hook = span.name.partition("]")[2].rpartition(".")
             name = f"{owner.partition('{')[0]}.{hook}"
             totals[name] = totals.get(name, 0.0) + min(span.end_s, end_s) - max(span.start_s, start_s)

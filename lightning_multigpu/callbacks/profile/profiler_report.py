@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,12 +11,9 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow
-from lightning_multigpu.callbacks.run_report import RunReport, Told, is_fast_dev_run
-from lightning_multigpu.callbacks.strategy_identity import strategy_options
+from lightning_multigpu.callbacks.run_report import RunReport, is_fast_dev_run
 from lightning_multigpu.report import document, page
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-
-_MEMORY = "device/memory_used_bytes"
 
 
 class ProfilerReport(RunReport):
@@ -126,35 +122,29 @@ class ProfilerReport(RunReport):
                 self._memory = replace(self._memory, activations_bytes=self._window.activations_bytes)
 
     @override
-    def told(self, trainer: Trainer) -> Told:
+    def record(self, trainer: Trainer) -> document.RankRecord:
+        record = super().record(trainer)
         if self._window is None:  # there was nothing to train on
-            return super().told(trainer)
-        used = self._devices.series.get(_MEMORY)
-        profiled = self._window.told(self._memory, None if used is None else used.largest)
-        return replace(super().told(trainer), profiled=profiled)
+            return record
+        figures = self._window.figures(0 if self._memory is None else self._memory.parameters_bytes)
+        return replace(record, profiled=figures, stages=self._window.stages)
 
     @override
-    def profile_of(self, trainer: Trainer, told: Sequence[Told]) -> document.Profile | None:
-        profiled = [each.profiled for each in told if each.profiled is not None]
-        if not profiled:
-            return None
-        profile = document.build_profile(profiled, told[0].servers, strategy_options(trainer.strategy))
-        if profile is None:
+    def files(self, report: document.RunDocument) -> dict[str, bytes]:
+        pages = {} if report.profile is None else {page.FILE_NAME: page.page(report).encode()}
+        return {**super().files(report), **pages}
+
+    @override
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_fit_end(trainer, pl_module)
+        has_profile = self.report is not None and "profile" in self.report
+        self.page_path = self.path and (self.path.with_name(page.FILE_NAME) if has_profile else None)
+        if self._window is not None and self.report is not None and not has_profile:
             first = sum(self._window_steps[:2])
             rank_zero_warn(
                 f"ProfilerReport profiled no step: training ended within the first {first} steps, or each later step "
                 "had a validation or the end of an epoch in it; pass a smaller wait or warmup, or train longer"
             )
-        return profile
-
-    @override
-    def files(self, report: document.RunDocument) -> dict[str, bytes]:
-        return {**super().files(report), page.FILE_NAME: page.page(report).encode()}
-
-    @override
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_fit_end(trainer, pl_module)
-        self.page_path = self.path and self.path.with_name(page.FILE_NAME)
         self._window = None
 
     @override

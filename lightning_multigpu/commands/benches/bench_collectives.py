@@ -52,7 +52,7 @@ from lightning_multigpu.bench.collectives import implementations as table_of_imp
 from lightning_multigpu.bench.collectives.implementations import Implementation
 from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
 from lightning_multigpu.bench.jobs.placement import Placement, placement
-from lightning_multigpu.bench.sizes import geometric_sizes, size_bytes, size_text
+from lightning_multigpu.bench.sizes import size_bytes, size_text
 from lightning_multigpu.commands.benches.bench_options import add_common_options, check_device, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
@@ -135,7 +135,9 @@ def _implementations(options: argparse.Namespace) -> list[Implementation]:
 def _plan(
     options: argparse.Namespace, operations: list[Operation], implementations: list[Implementation]
 ) -> CollectivePlan:
-    sizes = geometric_sizes(options.min_size, options.max_size, options.step_factor)
+    smallest, largest = options.min_size, options.max_size
+    if largest < smallest:
+        raise UsageError(f"--max-size={largest} is below --min-size={smallest} (bytes); swap them")
     import torch
 
     from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
@@ -143,7 +145,7 @@ def _plan(
     return CollectivePlan(
         operations=operations,
         implementations=implementations,
-        sizes=sizes,
+        sizes=[size for n in range(64) if (size := smallest * options.step_factor**n) <= largest],
         device_type=options.device,
         dtype=getattr(torch, options.dtype),
         repetitions=options.repetitions,
@@ -174,18 +176,17 @@ def _parser(name: str) -> OptionParser:
     add = parser.add_argument
     add("--operations", nargs="+", default=[], metavar="NAME", help=f"some of {', '.join(BY_NAME)}; by default all")
     add("--backends", nargs="+", default=[], metavar="NAME", help="some of those below; by default all that fit")
-    add("--min-size", type=_size, default=2**10, metavar="SIZE", help="smallest size, such as 64k (default: 1KiB)")
-    add("--max-size", type=_size, default=2**28, metavar="SIZE", help="largest size, such as 1MiB (default: 256MiB)")
+    add("--min-size", type=size_bytes, default=2**10, metavar="SIZE", help="smallest size, such as 64k (default: 1KiB)")
+    add(
+        "--max-size",
+        type=size_bytes,
+        default=2**28,
+        metavar="SIZE",
+        help="largest, such as 1MiB (default: 256MiB)",
+    )
     add("--step-factor", type=number(int, 2), default=4, metavar="N", help="from one size to the next (default: 4)")
     add("--dtype", choices=DTYPES, default="float32", help="of the tensors (default: float32)")
     add_common_options(parser, timed="calls", timeout_s=60.0)
     add("--link-gbit", type=number(float, 0, above=True), metavar="N", help="theoretical Gbit/s: shows the share of it")
     add("--support", action="store_true", help="print which back end offers what, found by trying, and no times")
     return parser
-
-
-def _size(text: str) -> int:
-    try:
-        return size_bytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error

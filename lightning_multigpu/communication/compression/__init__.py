@@ -3,14 +3,10 @@
 from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
 from lightning_multigpu.communication.compression.compressors import Compressor
 from lightning_multigpu.communication.compression.factory import COMPRESSORS, make_compressor
-from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, cut
 
 __all__ = [
     "COMPRESSORS",
     "CompressedAllReduce",
     "Compressor",
-    "GradientPiece",
-    "Pieces",
-    "cut",
     "make_compressor",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +20,6 @@ from lightning_multigpu.communication.compression.owner_summed import (
     segments_by_owner,
     sent_bytes,
 )
-from lightning_multigpu.communication.compression.pieces import GradientPiece, Pieces, offsets
 from lightning_multigpu.communication.ring import PendingRing, RingAllReduce
 from lightning_multigpu.communication.tensors import check_reducible
 
@@ -69,37 +68,34 @@ class CompressedAllReduce:
         self._segments: dict[int, list[list[Segment]]] = {}
         self._free_buffers: dict[int, list[ShardBuffers]] = {}
 
-    def __call__(self, tensor: Tensor, pieces: Sequence[GradientPiece], *, average: bool = False) -> Tensor:
+    def __call__(self, tensor: Tensor, key: Hashable, *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.
 
         Args:
             tensor: any shape, contiguous, on the CPU, floating-point; the same shape and dtype on every rank.
-            pieces: the parameters whose gradients ``tensor`` holds, in order; the same on every rank.
+            key: of the tensor in every step, for the errors that it adds to the next one.
             average: divide the sums by the number of ranks.
 
         Raises:
-            ValueError: the tensor is not on the CPU, not contiguous or not floating-point, or ``pieces`` do not fit.
+            ValueError: the tensor is not on the CPU, not contiguous or not floating-point.
             RuntimeError: another rank has ended, or the group's timeout has passed.
         """
-        return self.begin(tensor, pieces, average=average).finish()
+        return self.begin(tensor, key, average=average).finish()
 
-    def begin(
-        self, tensor: Tensor, pieces: Sequence[GradientPiece], *, average: bool = False
-    ) -> PendingAllReduce | PendingRing:
+    def begin(self, tensor: Tensor, key: Hashable, *, average: bool = False) -> PendingAllReduce | PendingRing:
         """As a call, but returns when this rank's parts are being sent; ``finish()`` of the result does the rest.
 
         While one tensor is under way, the next may begin, so that the network does not wait for decoding and encoding.
         Tensors must be finished in the order in which they began, and before :meth:`end_step`.
         """
-        pieces = tuple(pieces)
-        _check(tensor, pieces)
+        _check(tensor)
         self.total_ring_bytes += self.ring.sent_bytes(tensor)
         self.total_sent_bytes += self.sent_bytes(tensor)
         if self.world_size == 1:
             return self.ring.begin(tensor, average=average)
         flat = tensor.detach().view(-1)
         values = flat if flat.dtype == torch.float32 else flat.float()
-        exchange = self._exchange(values, pieces, average)
+        exchange = self._exchange(values, key, average)
         exchange.send_parts()
         return PendingAllReduce(self, tensor, values, exchange)
 
@@ -125,25 +121,8 @@ class CompressedAllReduce:
         ratio = self.total_ring_bytes / self.total_sent_bytes if self.total_sent_bytes else math.nan
         return f"{self.compressor!r}: {ratio:.2f} times fewer bytes between hosts"
 
-    def share_errors(
-        self, pieces: Sequence[GradientPiece], own: Sequence[GradientPiece], sum_over_host: Callable[[Tensor], object]
-    ) -> None:
-        """Moves errors to the ranks of a host that use them next, if each rank reduces a part of a tensor.
-
-        A collective of the host, between steps, for each new tensor: at first, and when the buckets have changed.
-        ``own`` are the pieces of this rank's part; ``sum_over_host`` sums a float32 tensor over the host, in place.
-        """
-        if self._errors is None:
-            return
-        total = self._errors.take(tuple(pieces))
-        sum_over_host(total)
-        self._errors.give(tuple(pieces), total)
-        kept = self._errors.take(tuple(own))
-        self._errors.take(tuple(pieces))  # the other ranks keep these
-        self._errors.give(tuple(own), kept)
-
-    def _exchange(self, values: Tensor, pieces: Pieces, average: bool) -> OwnerSummed:
-        errors = None if self._errors is None else self._errors.begin(pieces)
+    def _exchange(self, values: Tensor, key: Hashable, average: bool) -> OwnerSummed:
+        errors = None if self._errors is None else self._errors.begin(key, values.numel())
         segments = self._segments_of(values.numel())
         free = self._free_buffers.setdefault(values.numel(), [])
         buffers = free.pop() if free else ShardBuffers(segments, self.rank)
@@ -174,12 +153,7 @@ class PendingAllReduce:
         return self._tensor
 
 
-def _check(tensor: Tensor, pieces: Pieces) -> None:
+def _check(tensor: Tensor) -> None:
     check_reducible(tensor, "compression")
     if not tensor.is_floating_point():
         raise ValueError(f"compression takes real floating-point tensors, not {tensor.dtype}: reduce it by the ring")
-    if offsets(pieces)[-1] != tensor.numel():
-        raise ValueError(
-            f"the pieces have {offsets(pieces)[-1]} elements, the tensor has {tensor.numel()}: "
-            "name every parameter that it holds, in order"
-        )

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor
 from torch.nn import Module
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor, GradientPiece
+from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.ring import RingAllReduce
@@ -147,8 +146,3 @@ def _by_host(line: list[int], ranks_per_host: int) -> list[list[int]]:
     for rank in line:
         hosts.setdefault(rank // ranks_per_host, []).append(rank)
     return list(hosts.values())
-
-
-def pieces_of(module: Module) -> dict[Tensor, GradientPiece]:
-    """The name and shape of each parameter, which compression needs."""
-    return {parameter: GradientPiece(name, tuple(parameter.shape)) for name, parameter in module.named_parameters()}

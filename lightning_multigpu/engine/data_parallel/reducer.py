@@ -12,7 +12,7 @@ reducer's thread sends the buckets around the ring in that order. DistributedDat
 # No postponed annotations here: torch reads those of a communication hook as objects.
 import queue
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, GradientPiece
+from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
@@ -33,7 +33,7 @@ from lightning_multigpu.communication.tensors import size_bytes
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
 _UnderWay = tuple[Callable[[], None], Tensor, Future[Tensor]]
-_Job = tuple[Tensor, int, Sequence[GradientPiece], Future[Tensor]]
+_Job = tuple[Tensor, int, Hashable, Future[Tensor]]
 
 
 class GradientReducer:
@@ -67,7 +67,6 @@ class GradientReducer:
         if all_reduce is None and not self._nccl:
             all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
         self.all_reduce = all_reduce
-        self._pieces: Mapping[Tensor, GradientPiece] = {}
         self._has_views = False
         self._places: dict[int, tuple[tuple[int, int], list[Tensor], list[int]]] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -80,15 +79,11 @@ class GradientReducer:
 
     @property
     def compressed(self) -> CompressedAllReduce | None:
-        """What compresses gradients, whose parameters :meth:`average` then needs; None without compression."""
+        """What compresses gradients; None without compression."""
         return None if self.all_reduce is None else self.all_reduce.compressed
 
-    def attach(self, module: DistributedDataParallel, pieces: Mapping[Tensor, GradientPiece] = {}) -> None:
-        """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before.
-
-        ``pieces`` are the name and shape of each of its parameters, which compression needs.
-        """
-        self._pieces = pieces
+    def attach(self, module: DistributedDataParallel) -> None:
+        """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before."""
         self._has_views, self._places = module.gradient_as_bucket_view, {}
         module.register_comm_hook(state=self, hook=GradientReducer.reduce)
 
@@ -118,13 +113,13 @@ class GradientReducer:
         is_complete, self._is_complete = self._is_complete, False
         return is_complete
 
-    def average(self, tensor: Tensor, pieces: Sequence[GradientPiece] = ()) -> None:
+    def average(self, tensor: Tensor, key: Hashable = None) -> None:
         """Averages any flat tensor over the ranks, in place; the main thread waits, so backward must be over.
 
-        ``pieces`` are the parameters of these gradients, in order, if they are compressed.
+        ``key`` is that of gradients in every step, if they are to be compressed.
         """
         if self.all_reduce is not None:
-            self._begin(tensor, pieces, blocking=True)()
+            self._begin(tensor, key, blocking=True)()
             return
         with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
@@ -189,14 +184,14 @@ class GradientReducer:
 
     def _reduce_in_thread(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        pieces = () if self.compressed is None else tuple(self._pieces[each] for each in bucket.parameters())
+        key = None if self.compressed is None else tuple(map(id, bucket.parameters()))
         future: Future[Tensor] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
             self._thread.start()
         if buffer.is_cuda:
             torch.cuda.current_stream(buffer.device).synchronize()
-        self._jobs.put((buffer, bucket.index(), pieces, future))
+        self._jobs.put((buffer, bucket.index(), key, future))
         return future
 
     def _work(self) -> None:
@@ -213,13 +208,11 @@ class GradientReducer:
                 self._finish_job(*under_way)
             under_way = begun
 
-    def _begin_job(
-        self, buffer: Tensor, index: int, pieces: Sequence[GradientPiece], future: Future[Tensor]
-    ) -> "_UnderWay":
+    def _begin_job(self, buffer: Tensor, index: int, key: Hashable, future: Future[Tensor]) -> "_UnderWay":
         finish = _nothing
         if self._error is None:
             try:
-                finish = self._begin(buffer, pieces, index)
+                finish = self._begin(buffer, key, index)
             except BaseException as error:
                 self._error = error
         return finish, buffer, future
@@ -233,7 +226,7 @@ class GradientReducer:
         future.set_result(buffer)
 
     def _begin(
-        self, buffer: Tensor, pieces: Sequence[GradientPiece], index: int | None = None, *, blocking: bool = False
+        self, buffer: Tensor, key: Hashable, index: int | None = None, *, blocking: bool = False
     ) -> Callable[[], None]:
         """Starts to average a tensor and returns what finishes it; a bucket has one ``index`` in all steps."""
         assert self.all_reduce is not None
@@ -245,12 +238,12 @@ class GradientReducer:
                 buffer.div_(self._world_size)
             return _nothing
         staged = buffer.cpu()
-        sent = self.all_reduce.sent_bytes(staged, pieces)
+        sent = self.all_reduce.sent_bytes(staged, key)
         transfer = self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, sent))
         try:
             if index is not None and staged is buffer:
                 self.all_reduce.move(buffer, index)
-            pending = self.all_reduce.begin(staged, pieces, average=True)
+            pending = self.all_reduce.begin(staged, key, average=True)
         except BaseException:
             transfer.broke()
             raise

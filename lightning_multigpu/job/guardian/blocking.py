@@ -25,7 +25,7 @@ def done_within(limit_s: float, work: Callable[[], None], *, otherwise: Callable
     return not thread.is_alive()
 
 
-def show(text: str, *, limit_s: float = _LIMIT_S) -> None:
+def print_text(text: str, *, limit_s: float = _LIMIT_S) -> None:
     """Prints on standard error; gives up what takes no more text after ``limit_s``."""
 
     def write() -> None:
@@ -49,7 +49,7 @@ def append(path: str, text: str, what: str, *, limit_s: float = _LIMIT_S) -> Non
             with open(path, "a", encoding="utf-8", errors="replace", opener=_no_link) as file:
                 file.write("\n" * (os.fstat(file.fileno()).st_size > 0) + text)
         except (OSError, ValueError) as error:
-            show(f"{what} could not be written to {path}: {error}\n")
+            print_text(f"{what} could not be written to {path}: {error}\n")
 
     done_within(limit_s, write)
 

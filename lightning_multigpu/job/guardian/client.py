@@ -62,7 +62,7 @@ class GuardianClient:
         self._run = 1
         self._on_failure = on_failure
         self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
-        self._shown, self._is_shown = threading.Event(), False
+        self._printed, self._is_printed = threading.Event(), False
         self._all_at_end = threading.Event()
         self._is_alone = False  # with its exception
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
@@ -120,13 +120,13 @@ class GuardianClient:
         if threading.current_thread() is not self._thread:
             self._seen.wait(_SEEN_S)
 
-    def all_raised(self, key: str, failure: Failure) -> bool:
+    def is_common_error(self, key: str, failure: Failure) -> bool:
         """Whether all ranks have raised the exception ``key``: it is the program's, and no failure of a rank.
 
         Returns once all have, or once one certainly has not: that rank has ended its run well, waits for this one, or
         has not come within a third of ``failure_timeout_s``. ``failure`` is then reported.
         """
-        self._send("raised", key=key, failure=failure.to_message())
+        self._send("error", key=key, failure=failure.to_message())
         self._all_at_end.wait()
         return self.failure is None and not self._is_alone
 
@@ -140,19 +140,19 @@ class GuardianClient:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
 
-    def raises(self) -> None:
-        """Tells that this rank raises the failure's exception: it calls :meth:`show` unless its program catches it."""
-        self._send("raises")
+    def may_print(self) -> None:
+        """Reports that this rank raises the failure's exception, and prints it unless its program catches it."""
+        self._send("may print")
 
-    def show(self, advice: str, *, waits: bool) -> bool:
-        """Makes the guardian show the failure with ``advice``, once for all ranks, when the others have ended.
+    def print_failure(self, advice: str, *, waits: bool) -> bool:
+        """Makes the guardian print the failure with ``advice``, once for all ranks, when the others have ended.
 
-        With ``waits`` returns when it has been shown; False if there is no guardian any more.
+        With ``waits`` returns when it has been printed; False if there is no guardian any more.
         """
-        self._send("show", advice=advice[:MAX_WHAT])
+        self._send("print", advice=advice[:MAX_WHAT])
         if waits:
-            self._shown.wait(self._end_s + _SEEN_S)
-        return self._is_shown if waits else not self._connection.closed
+            self._printed.wait(self._end_s + _SEEN_S)
+        return self._is_printed if waits else not self._connection.closed
 
     def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
         """Sets where files about a failure or a hang are written; hosts with a ``node_rank`` may share a hostname."""
@@ -245,9 +245,9 @@ class GuardianClient:
                     self._seen.set()
                 elif message["kind"] == "look":
                     self.flight_recorder.answer(message["number"])
-                elif message["kind"] == "shown":
-                    self._is_shown = True
-                    self._shown.set()
+                elif message["kind"] == "printed":
+                    self._is_printed = True
+                    self._printed.set()
                 elif message["kind"] in ("all at end", "alone"):
                     self._is_alone = message["kind"] == "alone"
                     self._all_at_end.set()
@@ -265,7 +265,7 @@ class GuardianClient:
                 self._guardian.resume()
             select.select([self._connection], [], [], self._look_s)
         self._seen.set()
-        self._shown.set()
+        self._printed.set()
         if self._leaving.is_set():
             return
         what = f"the guardian (pid {self.guardian_pid}) has ended, and nobody watches the ranks any more"
@@ -316,30 +316,28 @@ def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float
     while True:
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
-        limit_s, is_full = start_timeout_s, False
+        limit_s = start_timeout_s
         try:
             sock.connect("\0" + address)
-            why = foreign(sock)
-            if not why:
+            if not (why := foreign(sock)):
                 return sock
             problem = f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}"
+        except BlockingIOError:
+            limit_s += timeout_s
+            problem = (
+                f"the process at the guardian's address on {host_name()} takes no connection of rank {rank}: its queue "
+                f"is full. Is the guardian stopped, or is it another program (`ss -xlp | grep {address}`)?"
+            )
         except OSError as error:
             problem = f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?"
-            if is_full := isinstance(error, BlockingIOError):
-                limit_s += timeout_s
-                problem = (
-                    f"the process at the guardian's address on {host_name()} takes no connection of rank {rank}: its "
-                    f"queue is full. Is the guardian stopped, or is it another program (`ss -xlp | grep {address}`)?"
-                )
-        sock.close()
-        if time.monotonic() - began_s > limit_s:
-            if start_timeout_s and not is_full:
+            if start_timeout_s:
                 problem = (
                     f"rank {rank} has found no guardian on {host_name()} within {start_timeout_s:g} s: the first rank "
                     "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
-                    "for all ranks of the host, and has one of them LOCAL_RANK=0? Do all belong to one user, and to "
-                    "one container?"
+                    "for all ranks of the host, and has one of them LOCAL_RANK=0?"
                 )
+        sock.close()
+        if time.monotonic() - began_s > limit_s:
             raise GuardianError(problem)
         time.sleep(pause_s)
         pause_s = min(_POLL_S, 1.5 * pause_s)

@@ -6,7 +6,7 @@ import signal
 import time
 from types import FrameType
 
-from lightning_multigpu.job.guardian.blocking import show
+from lightning_multigpu.job.guardian.blocking import print_text
 
 # Signals within this time are one: `timeout` and some wrappers signal the process and its group.
 SAME_INTERRUPT_S = 0.3
@@ -74,7 +74,7 @@ class Interrupts:
         """Prints the effect of the first interrupt."""
         if self.number == 1 and not self._shown:
             self._shown = True
-            show(_LINE)
+            print_text(_LINE)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()

@@ -30,7 +30,6 @@ from lightning_multigpu.job.guardian.proc import clock_s
 MAX_LINE_BYTES = 128 * 1024
 MAX_STRANGER_BYTES = 4 * 1024
 _CHUNK_BYTES = 64 * 1024
-_MAX_CHUNKS = 4  # of one connection before the others are read
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
 _ARRIVAL_LOOK_S = 0.005
@@ -136,16 +135,11 @@ class Connection:
             self._close("it does not read what it is sent")
 
     def arriving(self) -> Iterator[Message]:
-        """The messages that have arrived, without waiting for more; at most a bounded number at a time.
+        """The messages that have arrived, without waiting for more.
 
         Each is decoded only when it is asked for: none comes after one that has closed the connection.
         """
-        chunks = 0
-        while not self.closed:
-            if not self._lines:
-                if chunks == _MAX_CHUNKS or not self._read_lines():
-                    return
-                chunks += 1
+        while not self.closed and (self._lines or self._read_lines()):
             line = self._lines.popleft()
             try:
                 message = decode(line)

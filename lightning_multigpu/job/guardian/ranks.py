@@ -18,7 +18,7 @@ class Found(NamedTuple):
     since_s: float
 
 
-class Raised(NamedTuple):
+class OwnError(NamedTuple):
     """An exception of a rank: its class and step, the failure to report if not all ranks raise it, and the time."""
 
     key: str
@@ -37,8 +37,9 @@ class WatchedRank:
         joining_until_s: the time by which the rank has to join the others; None before and afterwards.
         reported_exit_code: the exit status that the rank's parent has reported.
         lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
-        raises: the rank has raised the job's failure, and asks to show it if its program does not catch it.
-        advice: the last line of the failure that it has asked to show; None before.
+        error: the exception with which it has reached the end of its run.
+        may_print: the rank has raised the job's failure, and asks to print it if its program does not catch it.
+        advice: the last line of the failure that it has asked to print; None before.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
@@ -48,10 +49,10 @@ class WatchedRank:
         self.introduced = introduced
         self.finished = False
         self.at_end = False
-        self.raised: Raised | None = None
+        self.error: OwnError | None = None
         self.joining_until_s: float | None = None
         self.reported_exit_code: int | None = None
-        self.can_be_lost = self.has_left = self.raises = False
+        self.can_be_lost = self.has_left = self.may_print = False
         self.advice: str | None = None
         self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
@@ -102,7 +103,7 @@ class Ranks:
                 )
             known.introduced = True
             known.finished = known.at_end = known.can_be_lost = known.has_left = False
-            known.lost_since_s = known.raised = None
+            known.lost_since_s = known.error = None
             return known
         if known is None and len(self._ranks) >= self.num_ranks:
             raise ValueError(
@@ -120,7 +121,7 @@ class Ranks:
         self.run = run
         for rank in self._ranks.values():
             rank.finished = rank.at_end = rank.can_be_lost = False
-            rank.raised = None
+            rank.error = None
         return True
 
     @property
@@ -152,14 +153,14 @@ class Ranks:
         return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
 
     @property
-    def raised(self) -> list[Raised]:
+    def errors(self) -> list[OwnError]:
         """The exceptions with which ranks have reached the end of their run; the first one first."""
-        return sorted((rank.raised for rank in self._ranks.values() if rank.raised), key=lambda each: each.since_s)
+        return sorted((rank.error for rank in self._ranks.values() if rank.error), key=lambda each: each.since_s)
 
     @property
     def end_key(self) -> str | None:
         """What all ranks of the host have reached the end with: one exception, or none (empty). None: they differ."""
-        keys = {"" if rank.raised is None else rank.raised.key for rank in self._ranks.values() if rank.at_end}
+        keys = {"" if rank.error is None else rank.error.key for rank in self._ranks.values() if rank.at_end}
         return keys.pop() if len(keys) == 1 else None
 
     def restart_timers(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from lightning_multigpu.job.guardian.blocking import append, show
+from lightning_multigpu.job.guardian.blocking import append, print_text
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
 from lightning_multigpu.job.guardian.interrupts import signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
@@ -28,7 +28,7 @@ class Shutdown:
         self._kill_at_s = since_s + OWN_TIME * timeout_s
         self._own_time_s = OWN_TIME * timeout_s
         self._killed: list[WatchedRank] = []
-        self.is_shown = False
+        self.is_printed = False
         self.waits: list[str] = []
         self._wants_file = signal_of(failure.what) is None
 
@@ -66,17 +66,17 @@ class Shutdown:
             append(path, text, "The failure", limit_s=_LIMIT_S)
         self._wants_file = False
 
-    def show(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
+    def print(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
         """Prints the failure in the terminal, once.
 
         ``has_traceback``: the failed rank has printed its traceback. ``advice`` is the last line.
         """
-        if self.is_shown:
+        if self.is_printed:
             return
-        self.is_shown = True
+        self.is_printed = True
         is_here = ranks.get(self.failure.rank) is not None
         text = self._text(folded(self.failure.traceback) if is_here and not has_traceback else "")
-        show(text + (f"{advice}\n" if advice else ""), limit_s=_LIMIT_S)
+        print_text(text + (f"{advice}\n" if advice else ""), limit_s=_LIMIT_S)
 
     def _text(self, traceback: str) -> str:
         """The failed rank's traceback, the killed ranks, the other ranks' collectives and, last, the failure."""

@@ -64,6 +64,7 @@ class Guardian:
         failure_timeout_s: float = 15.0,
         hang_report_s: float | None = None,
         address: str | None = None,
+        owner_stays: bool = False,
     ) -> Guardian:
         """Starts the guardian; with a random address also sets the variable by which ranks that start later find it.
 
@@ -75,6 +76,7 @@ class Guardian:
             failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more.
             hang_report_s: seconds that a rank may wait in a collective before a report, 1 or more; None for no report.
             address: the address for ranks that do not inherit the environment; None for a random one.
+            owner_stays: this process is no rank and gets the ranks' failure: the guardian stays until :meth:`stop`.
 
         Raises:
             AddressTakenError: another process has started it at ``address``, and still runs.
@@ -95,6 +97,7 @@ class Guardian:
                 "num_ranks": num_ranks,
                 "failure_timeout_s": failure_timeout_s,
                 "owner_pid": os.getpid(),
+                "owner_stays": owner_stays,
                 "is_found": is_found,
                 "listener": listener.fileno(),
                 "owner_link": theirs.fileno(),
@@ -118,19 +121,15 @@ class Guardian:
         """Reports a child's exit status (``Popen.returncode``); kernels before 6.15 give it to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
-    def shows(self) -> None:
-        """Reports that this process is no rank and gets the ranks' failure: the guardian stays until :meth:`stop`."""
-        self._link.send("shows")
+    def may_print(self) -> None:
+        """As :meth:`GuardianClient.may_print`."""
+        self._link.send("may print")
 
-    def raises(self) -> None:
-        """As :meth:`GuardianClient.raises`."""
-        self._link.send("raises")
-
-    def show(self, advice: str) -> bool:
-        """As :meth:`GuardianClient.show`; returns when it has been shown."""
-        self._link.send("show", advice=advice)
+    def print_failure(self, advice: str) -> bool:
+        """As :meth:`GuardianClient.print_failure`; returns when it has been printed."""
+        self._link.send("print", advice=advice)
         while not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
-            if any(message["kind"] == "shown" for message in self._link.arriving()):
+            if any(message["kind"] == "printed" for message in self._link.arriving()):
                 return True
         return False
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-from lightning_multigpu.job.guardian.blocking import show
+from lightning_multigpu.job.guardian.blocking import print_text
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
 from lightning_multigpu.job.guardian.hang.hang_watch import KINDS, HangWatch
@@ -20,13 +20,13 @@ from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
-from lightning_multigpu.job.guardian.ranks import Raised, Ranks, WatchedRank
+from lightning_multigpu.job.guardian.ranks import OwnError, Ranks, WatchedRank
 from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
 from lightning_multigpu.job.guardian.workers import Workers
 
 _SHORTEST_PAUSE_S = 1.0
 _SHORTEST_ROUND_S = 0.05
-_TO_ASK_S = 2.0  # after the first rank that asks to show the failure, for the others
+_TO_ASK_S = 2.0  # after the first rank that asks to print the failure, for the others
 
 
 class Watchdog:
@@ -40,9 +40,10 @@ class Watchdog:
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
-        self._owner_gone = self._stopping = self._owner_shows = self._owner_raises = False
+        self._owner_stays: bool = settings["owner_stays"]  # it gets the ranks' failure, and stops this process
+        self._owner_gone = self._stopping = self._owner_may_print = False
         self._owner_advice = ""
-        self._unanswered: list[Connection] = []  # that have asked to show the failure
+        self._unanswered: list[Connection] = []  # that have asked to print the failure
         self._asked_s = 0.0
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
@@ -69,7 +70,7 @@ class Watchdog:
             self.turn()
         self._hosts.close()
         if self._shutdown is not None and not self._is_caught():
-            self._shutdown.show(self._ranks)
+            self._shutdown.print(self._ranks)
 
     def turn(self) -> None:
         """Handles messages until the next look at the ranks, and looks at them."""
@@ -111,11 +112,11 @@ class Watchdog:
                 return False
             self._shutdown.write(self._file(), self._ranks)
             self._hosts.close()
-            self._show_if_asked(self._shutdown)
+            self._print_if_asked(self._shutdown)
             for rank in self._ranks.resting:  # it exits, and a thread of the program may keep it
                 if rank.advice is not None and self._now_s - self._asked_s > self._timeout_s:
                     rank.process.kill()
-            owner_may_ask = self._owner_shows and not self._stopping
+            owner_may_ask = self._owner_stays and not self._stopping
             return not (self._ranks.resting or owner_may_ask or self._awaits_late_ranks(self._shutdown))
         if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:
             return False
@@ -126,29 +127,29 @@ class Watchdog:
         self._hosts.finish()
         return self._hosts.all_done
 
-    def _show_if_asked(self, shutdown: Shutdown) -> None:
-        """Shows the failure when all ranks have asked for it or ended; those whose programs catch it get a moment."""
+    def _print_if_asked(self, shutdown: Shutdown) -> None:
+        """Prints the failure when all ranks have asked for it or ended; those whose programs catch it get a moment."""
         asked = sorted((rank.rank, rank.advice) for rank in self._ranks if rank.advice is not None)
         may_ask = any(rank.advice is None for rank in self._ranks.resting)
         if not self._unanswered or (may_ask and self._now_s - self._asked_s < _TO_ASK_S):
             return
-        shutdown.show(
+        shutdown.print(
             self._ranks,
-            has_traceback=self._owner_raises or any(rank == shutdown.failure.rank for rank, _ in asked),
+            has_traceback=self._owner_may_print or any(rank == shutdown.failure.rank for rank, _ in asked),
             advice=asked[0][1] if asked else self._owner_advice,
         )
         while self._unanswered:
-            self._unanswered.pop().send("shown")
+            self._unanswered.pop().send("printed")
 
     def _ask(self, connection: Connection, advice: str) -> str:
-        """Notes that a process asks to show the failure; returns its last line."""
+        """Notes that a process asks to print the failure; returns its last line."""
         self._unanswered.append(connection)
         self._asked_s, self._looks_now = self._now_s, True
         return advice
 
     def _is_caught(self) -> bool:
-        """Whether a program has caught the failure's exception: no signal has kept it from asking to show it."""
-        processes = [rank.process for rank in self._ranks if rank.raises] + [self._owner] * self._owner_raises
+        """Whether a program has caught the failure's exception: no signal has kept it from asking to print it."""
+        processes = [rank.process for rank in self._ranks if rank.may_print] + [self._owner] * self._owner_may_print
         return not self._hurries and any((process.exit_code() or 0) >= 0 for process in processes)
 
     def _read_rest(self) -> None:
@@ -206,8 +207,8 @@ class Watchdog:
             self._released = True
             for connection in self._connections:
                 connection.send("all at end")
-        elif self._ranks.raised:
-            first, ended = self._ranks.raised[0], [rank for rank in self._ranks if rank.raised is not None]
+        elif self._ranks.errors:
+            first, ended = self._ranks.errors[0], [rank for rank in self._ranks if rank.error is not None]
             is_late = self._now_s - first.since_s > self._timeout_s / 3
             if is_late or key is None or self._hang_watch.waits_for(ended):
                 self._fail(first.failure, first.since_s)  # not all ranks raise it
@@ -268,7 +269,7 @@ class Watchdog:
         if failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT:
             failed.finished = failed.at_end = True  # the job goes on without it
             failed.lost_since_s = self._now_s
-            show(closing_lines(failure, [], goes_on=True)[0] + "\n")
+            print_text(closing_lines(failure, [], goes_on=True)[0] + "\n")
             return
         # Before the failure is sent: ranks that receive it stop waiting.
         waits = self._hang_watch.last_waits(failure.rank, self._now_s)
@@ -280,7 +281,7 @@ class Watchdog:
             # The failed rank knows its failure; a stopped one receives it in case it is resumed.
             if rank is not failed or rank.process.state() == STOPPED:
                 connection.send("failure", failure=failure.to_message())
-            elif rank.raised is not None:
+            elif rank.error is not None:
                 connection.send("alone")
 
     def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
@@ -400,9 +401,9 @@ class Watchdog:
         elif kind == "at end":
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end
-        elif kind == "raised":
+        elif kind == "error":
             rank.at_end = True
-            rank.raised = Raised(message["key"], Failure.from_message(message["failure"]), self._now_s)
+            rank.error = OwnError(message["key"], Failure.from_message(message["failure"]), self._now_s)
             self._looks_now = True
         elif kind == "joining":
             rank.joining_until_s = self._now_s + message["limit_s"]
@@ -419,9 +420,9 @@ class Watchdog:
         elif kind == "failed":
             self._fail(Failure.from_message(message["failure"]), self._now_s - message["age_s"])
             connection.send("seen")
-        elif kind == "raises":
-            rank.raises = True
-        elif kind == "show":
+        elif kind == "may print":
+            rank.may_print = True
+        elif kind == "print":
             rank.advice, rank.finished = self._ask(connection, message["advice"]), True
         elif kind in ("listen", "join"):
             self._meet_hosts(connection, message)
@@ -454,14 +455,12 @@ class Watchdog:
                     self._fail(Failure(str(error), host=host_name()), self._now_s)
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
-            elif kind == "shows":
-                self._owner_shows = True
-            elif kind == "raises":
-                self._owner_raises = True
-            elif kind == "show":
+            elif kind == "may print":
+                self._owner_may_print = True
+            elif kind == "print":
                 self._owner_advice = self._ask(self._owner_link, message["advice"])
             elif kind == "stop":
                 self._stopping = True
         if self._owner_link.closed:
-            self._stopping |= self._owner_shows
+            self._stopping |= self._owner_stays
             self._forget(self._owner_link.socket)

@@ -29,7 +29,7 @@ _STARTED: dict[int, subprocess.Popen[bytes]] = {}
 
 
 class ScriptLauncher(SubprocessScriptLauncher):
-    """Runs the script again for each further rank of this host, and watches those processes.
+    """Runs the script again for each further rank of this host; the guardian watches those processes.
 
     If torchrun, SLURM or another launcher has started the processes, it only guards the rank's own function. ``check``
     raises if the run is impossible, before any process is started.
@@ -69,8 +69,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
         except Exception as error:
             print_if_uncaught(error, watch.report(self._run, trainer))
-            if watch.client is not None and watch.asks_to_show(self._run):
-                watch.client.raises()
+            if watch.client is not None and watch.prints_failure(self._run):
+                watch.client.may_print()
             raise
 
     def _check_started(self) -> None:

@@ -31,8 +31,7 @@ from lightning_multigpu._lightning_internals import (
     interrupt,
     set_num_threads_if_needed,
 )
-from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
-from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, has_trained
+from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian import Failure, Guardian
 from lightning_multigpu.job.guardian.failure import host_name
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
@@ -106,8 +105,7 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _run_ranks(self, task: _Task) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         limit_later_exit(None)
-        guardian = start_guardian(self.run)
-        guardian.shows()
+        guardian = start_guardian(self.run, owner_stays=True)
         ranks: _Ranks | None = None
         try:
             try:
@@ -191,13 +189,13 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    ``in_full``: the failure is this rank's own. ``all_raised``: all ranks have raised it. ``checkpoint`` is the file
-    to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
+    ``in_full``: the failure is this rank's own. ``is_common_error``: all ranks have raised it. ``checkpoint`` is the
+    file to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
     """
 
     failure: Failure
     in_full: bool = False
-    all_raised: bool = False
+    is_common_error: bool = False
     checkpoint: str | None = None
     pickled: bytes = b""
 
@@ -249,23 +247,18 @@ class _Task:
             if watch.failure is None:  # it has not joined
                 note_refusal(error, f"rank {run.rank}")
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
-            report = watch.report(run, None)
+            report = watch.report(run, self.trainer)
             if watch.is_lost:  # the process that has started the ranks goes on
                 report.print(error)
                 raise SystemExit(1) from None
             pickled = b""
             with contextlib.suppress(Exception):
                 pickled = pickle.dumps(error) if watch.failure.pid == os.getpid() else b""
-            failed = _Failed(watch.failure, report.in_full, report.show is None, self._checkpoint(), pickled)
+            checkpoint = None if report.checkpoint is None else report.checkpoint()
+            failed = _Failed(watch.failure, report.in_full, watch.is_common_error, checkpoint, pickled)
             answers.send_bytes(pickle.dumps(failed))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
-
-    def _checkpoint(self) -> str | None:
-        """The file to resume from; only the ranks know where they save."""
-        if self.launcher.run.node_rank == 0 and has_trained(self.trainer):
-            return last_checkpoint_of(self.trainer)
-        return None
 
 
 def _exception_of(failed: _Failed) -> Exception:
@@ -341,11 +334,12 @@ class _Ranks:
             failed = [_Failed(failure)]
         first = min(failed, key=lambda each: not each.in_full)
         error = _exception_of(first)
-        show = None if first.all_raised else self._guardian.show
+        print_failure = None if first.is_common_error else self._guardian.print_failure
+        checkpoint = next((each.checkpoint for each in failed if each.checkpoint), None)
         limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, show, lambda: first.checkpoint, limit)
+        report = FailureReport(first.failure, first.in_full, print_failure, lambda: checkpoint, limit)
         print_if_uncaught(error, report)
-        self._guardian.raises()
+        self._guardian.may_print()
         weakref.finalize(report, self._guardian.stop)
         raise error from None
 

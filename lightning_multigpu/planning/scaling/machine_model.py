@@ -96,8 +96,6 @@ class Machine:
         inside, between: the links of two ranks of one host, and of two hosts.
         slowdown: ranks of a host that compute at once -> the time of a computation over its time alone.
         references: measured differences of strategies from their formulas.
-        copy_bytes_per_s: between host and device; 0 where they are the same.
-        optimizer_s_per_byte: of parameters, by optimizer's name.
         shares_cores: whether the hosts are emulated on one machine.
         versions: of torch and of this package; empty for a preset.
     """
@@ -115,8 +113,6 @@ class Machine:
     collectives: Sequence[MeasuredCollective] = ()
     references: Sequence[ReferenceCost] = ()
     codings: Sequence[Coding] = ()
-    copy_bytes_per_s: float = 0.0
-    optimizer_s_per_byte: Mapping[str, float] = field(default_factory=dict)
     shares_cores: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
 

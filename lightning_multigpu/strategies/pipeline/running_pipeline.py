@@ -117,7 +117,7 @@ class RunningPipeline:
 
     def _data_axis(self) -> DataAxis | None:
         """The ranks that hold the same stages in other pipelines; a collective of the world."""
-        strategy, module = self.strategy, self.strategy._module
+        strategy = self.strategy
         if strategy.data_parallel_size == 1:
             return None
         assert strategy.groups is not None
@@ -128,7 +128,7 @@ class RunningPipeline:
         strategy.averaging.compressing = reducer
         control = strategy.metered(strategy.collectives.data.group, "control")
         strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
-        return DataAxis(reducer, control, module)
+        return DataAxis(reducer, control)
 
     # The user's steps; no collectives
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
+from lightning_multigpu.engine.hugging_face import saving_whole
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
@@ -109,6 +110,7 @@ def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tup
     strategy.groups.also_cut.append(group.abort)
     strategy._undo.callback(group.close)
     strategy._undo.enter_context(functions_get_whole())
+    strategy._undo.enter_context(saving_whole(strategy._module))
     return group, strategy.metered(ranks, "tensor")
 
 

@@ -90,19 +90,6 @@ def test_int8_of_a_chunk_of_negative_numbers() -> None:
     assert decoded(Int8(), wire, 2).tolist() == [-127.0, -1.0]
 
 
-@pytest.mark.parametrize(
-    ("compressor", "numel", "expected"),
-    [
-        (Bf16(), 5, 10),
-        (Int8(chunk_size=4), 8, 8 + 2 * 4),
-        (Int8(chunk_size=4), 9, 9 + 3 * 4),
-    ],
-    ids=repr,
-)
-def test_bytes(compressor: Compressor, numel: int, expected: int) -> None:
-    assert compressor.encoded_bytes(numel) == expected
-
-
 def test_bf16_keeps_the_range_of_float32() -> None:
     values = torch.tensor([1e38, 1e-38, 70_000.0])
     torch.testing.assert_close(decoded(Bf16(), encoded(Bf16(), values)[0], 3), values, rtol=0.004, atol=0)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from torch import Tensor, optim
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.served_shard import Clocks
-from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
+from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish, wait_until
 from tests.engine.parameter_server.updates import (
     OPTIMIZERS,
     OrderedSGD,
@@ -27,20 +26,26 @@ from tests.engine.parameter_server.updates import (
     weights,
 )
 
+Make = Callable[[Any], optim.Optimizer]
+
+
+def sgd(groups: Any) -> optim.Optimizer:
+    return optim.SGD(groups, lr=0.1)
+
 
 class Worker:
-    """One asynchronous worker of a job, driven step by step by the test."""
+    """One asynchronous worker of a job, driven step by step by the test; ``aside`` runs a call that may wait."""
 
-    def __init__(self, found: Job, number: int, make: Callable[[Any], optim.Optimizer]) -> None:
+    def __init__(self, found: Job, number: int, make: Make) -> None:
         self._stack = contextlib.ExitStack()
+        self.aside = self._stack.enter_context(ThreadPoolExecutor(1)).submit
         self.connections = self._stack.enter_context(found.connections(number))
-        self.found, self.make = found, make
-
-    def begin(self) -> None:
-        make = self.make
         self.parameters = weights()
         self.optimizer = make(groups_of(self.parameters))
-        self.remote = server_step(self.optimizer, self.connections, bucket_bytes=int(SMALL))
+
+    def begin(self) -> None:
+        self.remote = server_step(self.optimizer, self.connections, bucket_bytes=SMALL)
+        self._stack.callback(self.remote.close)
         self.remote.place_new()  # the servers know its parameters from now on
 
     def step(self, of_step: list[Tensor]) -> None:
@@ -48,13 +53,14 @@ class Worker:
             parameter.grad = gradient.clone()
         self.optimizer.step()
 
+    def next_batch(self, num_batches: int, epoch: int = 0) -> int | None:
+        return self.connections.next_batch(epoch=epoch, first=0, num_batches=num_batches, limit=None)
+
     @property
     def now(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self.parameters]
 
     def leave(self) -> None:
-        if hasattr(self, "remote"):
-            self.remote.close()
         self._stack.close()
 
     def vanish(self) -> None:
@@ -64,22 +70,27 @@ class Worker:
 
 @contextlib.contextmanager
 def workers(
-    make: Callable[[Any], optim.Optimizer] = lambda groups: optim.SGD(groups, lr=0.1),
+    make: Make = sgd,
     number: int = 2,
     *,
     num_servers: int = 1,
     in_memory: Collection[int] = ALL,
+    begin: bool = True,
     **rules: Any,
 ) -> Iterator[list[Worker]]:
     with job(num_servers, number, in_memory=in_memory, is_synchronous=False, **rules) as found:
         made = found.workers.run(lambda worker: Worker(found, worker, make))  # they join together
-        for worker in made:
-            worker.begin()
         try:
+            for worker in made if begin else ():
+                worker.begin()
             yield made
         finally:
             for worker in made:
                 worker.leave()
+
+
+def are_waiting(*calls: Future[Any]) -> bool:
+    return len(wait(calls, 0.1).not_done) == len(calls)
 
 
 @pytest.mark.parametrize(("num_servers", "in_memory"), [(1, ALL), (3, (0,))], ids=["1", "3"])
@@ -87,26 +98,20 @@ def workers(
 def test_updates_follow_each_other_in_the_order_in_which_they_come(
     name: str, num_servers: int, in_memory: Collection[int]
 ) -> None:
+    """Staleness is the number of updates by others since the weights came."""
     make = OPTIMIZERS.get(name, lambda groups: OrderedSGD(groups, lr=0.1))
-    order = [0, 1, 1, 0, 1, 0]
+    order = [0, 0, 1, 0, 1, 0]
     updates = [gradients(step, worker) for step, worker in enumerate(order)]
     with workers(make, num_servers=num_servers, in_memory=in_memory) as both:
         for worker, update in zip(order, updates, strict=True):
             both[worker].step(update)
-            assert both[worker].remote.transport.version == both[0].remote.transport.version or worker == 1
         expected, _ = on_one_device(make, updates)
         assert_equal(both[0].now, expected)
         both[1].remote.transport.pull()
         assert_equal(both[1].now, expected)
         assert both[0].remote.transport.version == both[1].remote.transport.version == len(order)
-
-
-def test_staleness_is_the_number_of_updates_by_others_since_the_weights_came() -> None:
-    with workers() as (first, second):
-        for worker, step in ((first, 0), (first, 1), (second, 2), (first, 3), (second, 4)):
-            worker.step(gradients(step, 0))
-        found = first.connections.statistics().staleness
-    assert found == {0: Counter({0: 2, 1: 1}), 1: Counter({2: 1, 1: 1})}
+        staleness = both[0].connections.statistics().staleness
+    assert staleness == {0: Counter({0: 2, 1: 2}), 1: Counter({2: 1, 1: 1})}
 
 
 def test_each_worker_clips_by_the_norm_over_all_servers() -> None:
@@ -115,65 +120,31 @@ def test_each_worker_clips_by_the_norm_over_all_servers() -> None:
     with workers(num_servers=3) as both:
         for worker, update in zip(both, updates, strict=True):
             worker.remote.clip_norm = 0.5
-            stepping = threading.Thread(target=worker.step, args=(update,), daemon=True)
-            stepping.start()
-            stepping.join(20)
-            assert not stepping.is_alive()
-        for update in updates:
+            worker.aside(worker.step, update).result(20)
             total = torch.linalg.vector_norm(torch.cat([g.flatten() for g in update]))
             for g in update:
                 g *= 0.5 / (total + 1e-6)
-        assert_equal(both[1].now, on_one_device(lambda groups: optim.SGD(groups, lr=0.1), updates)[0])
-
-
-class Ahead:
-    """A worker that steps on a thread of its own until it is told to stop."""
-
-    def __init__(self, worker: Worker, steps: int) -> None:
-        self.done = 0
-        self._worker, self._steps = worker, steps
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        for step in range(self._steps):
-            self._worker.step(gradients(step, 0))
-            with self._changed:
-                self.done += 1
-                self._changed.notify_all()
-
-    def has_done(self, steps: int) -> bool:
-        with self._changed:
-            return self._changed.wait_for(lambda: self.done >= steps, timeout=20)
-
-    def join(self) -> None:
-        self._thread.join(20)
-        assert not self._thread.is_alive()
+        assert_equal(both[1].now, on_one_device(sgd, updates)[0])
 
 
 @pytest.mark.parametrize("way", ["it steps", "it is lost", "it leaves", "it pauses"])
 def test_a_worker_waits_when_it_is_too_far_ahead(way: str) -> None:
     with workers(number=3, max_staleness=2, num_servers=2) as (first, slow, third):
-        ahead, other = Ahead(first, 6), Ahead(third, 6)
-        assert ahead.has_done(2)
-        assert other.has_done(2)
-        ahead._thread.join(0.1)
-        assert (ahead.done, other.done) == (2, 2), "the third step would be one too many"
-        if way == "it steps":
-            slow.step(gradients(50, 1))
-            assert ahead.has_done(3)
-            ahead._thread.join(0.1)
-            assert ahead.done == 3
-            slow.connections.pause()
-        elif way == "it is lost":
-            slow.vanish()
-        elif way == "it leaves":
-            slow.leave()
-        else:
-            slow.connections.pause()
-        other.join()
-        ahead.join()
+        for step in range(4):
+            calls = [worker.aside(worker.step, gradients(step, 0)) for worker in (first, third)]
+            if step == 2:
+                assert are_waiting(*calls), "the third step would be one too many"
+                {
+                    "it steps": lambda: slow.step(gradients(50, 1)),
+                    "it is lost": slow.vanish,
+                    "it leaves": slow.leave,
+                    "it pauses": slow.connections.pause,
+                }[way]()
+            elif step == 3 and way == "it steps":
+                assert are_waiting(*calls)
+                slow.connections.pause()
+            for call in calls:
+                call.result(20)
         if way == "it pauses":
             slow.step(gradients(50, 1))  # it comes back beside the slowest
 
@@ -193,24 +164,16 @@ def test_clocks() -> None:
 
 def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
     with workers(num_servers=2) as (first, second):
-        bucket = second.remote.transport._buckets[0]
         for parameter, gradient in zip(second.parameters, gradients(7, 1), strict=True):
             parameter.grad = gradient
-        second.remote.transport._push(bucket)
+        second.remote.transport._push(second.remote.transport._buckets[0])
         second.vanish()
         updates = [gradients(step, 0) for step in range(3)]
         for update in updates:
             first.step(update)
-        assert_equal(first.now, on_one_device(lambda groups: optim.SGD(groups, lr=0.1), updates)[0])
+        assert_equal(first.now, on_one_device(sgd, updates)[0])
         wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
         assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def test_the_job_ends_with_worker_0() -> None:
@@ -220,62 +183,49 @@ def test_the_job_ends_with_worker_0() -> None:
             second.connections.begin_training()
 
 
+OTHER = "worker 1 has other parameters, or another optimizer"
+
+
 def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None:
-    with job(1, 2, is_synchronous=False) as found:
-        made = found.workers.run(lambda worker: Worker(found, worker, OPTIMIZERS[["SGD", "AdamW"][worker]]))
-        first, other = made
+    with workers(begin=False) as (first, other):
         first.begin()
-        with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer"):
+        other.optimizer = optim.AdamW(other.parameters)
+        with pytest.raises(PairEndedError, match=OTHER):
             other.begin()
         first.step(gradients(0, 0))
-        assert_equal(first.now, on_one_device(OPTIMIZERS["SGD"], [gradients(0, 0)])[0])
-        first.leave()
-        other.leave()
-    assert found.problems == [""]
+        assert_equal(first.now, on_one_device(sgd, [gradients(0, 0)])[0])
+
+
+def unfreeze(worker: Worker) -> None:
+    worker.optimizer.add_param_group({"params": worker.parameters[1:], "lr": 0.05})
+    worker.step(gradients(2, 0))
 
 
 def test_parameters_that_come_later_come_at_each_workers_own_time() -> None:
     """As when a backbone is unfrozen in the second epoch: one worker is there before worker 0, another long after."""
-    with workers(lambda groups: optim.SGD(groups[:1], lr=0.1), number=3) as (first, early, late):
-
-        def unfreeze(worker: Worker) -> None:
-            worker.optimizer.add_param_group({"params": worker.parameters[1:], "lr": 0.05})
-            worker.step(gradients(2, 0))
-
-        waiting = threading.Thread(target=unfreeze, args=(early,))
-        waiting.start()
+    with workers(lambda groups: sgd(groups[:1]), number=3) as (first, early, late):
+        waiting = early.aside(unfreeze, early)
         late.step(gradients(0, 0))
         first.step(gradients(1, 0))
-        waiting.join(0.1)
-        assert waiting.is_alive(), "it waits for worker 0's weights"
+        assert are_waiting(waiting), "it waits for worker 0's weights"
         unfreeze(first)
-        waiting.join(20)
+        waiting.result(20)
         late.step(gradients(3, 0))  # it knows the first group only
         unfreeze(late)
-        updates = [(0, 1), (1, 1), (2, 3), (2, 3), (3, 1), (2, 3)]
         expected = [p.detach() for p in weights()]
-        for step, known in updates:
+        for step, known in [(0, 1), (1, 1), (2, 3), (2, 3), (3, 1), (2, 3)]:
             for p, rate, g in list(zip(expected, [0.1, 0.05, 0.05], gradients(step, 0), strict=True))[:known]:
                 p -= rate * g
         assert_equal(late.now, expected)
 
 
 def test_training_may_end_before_parameters_come() -> None:
-    with workers(lambda groups: optim.SGD(groups[:1], lr=0.1)) as (first, early):
-        early.optimizer.add_param_group({"params": early.parameters[1:], "lr": 0.05})
-        found: list[str] = []
-
-        def step() -> None:
-            with pytest.raises(PairEndedError) as raised:
-                early.step(gradients(0, 0))
-            found.append(str(raised.value))
-
-        waiting = threading.Thread(target=step)
-        waiting.start()
-        waiting.join(0.1)
+    with workers(lambda groups: sgd(groups[:1])) as (first, early):
+        waiting = early.aside(unfreeze, early)
+        assert are_waiting(waiting)
         first.connections.stop_training(epoch=0, at_once=True)
-        waiting.join(20)
-        assert "worker 1 has other parameters" in found[0]
+        with pytest.raises(PairEndedError, match=OTHER):
+            waiting.result(20)
 
 
 def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> None:
@@ -285,11 +235,10 @@ def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> No
         with pytest.raises(ValueError, match="a hook has changed weights"):
             first.step(gradients(0, 0))
         first.remote.transport.send_changed_weights()
-        first.remote.transport.pull()
-        second.remote.transport.pull()
         halved = [p.detach() * (0.5 if i == 1 else 1.0) for i, p in enumerate(weights())]
-        assert_equal(first.now, halved)
-        assert_equal(second.now, halved)
+        for worker in (first, second):
+            worker.remote.transport.pull()
+            assert_equal(worker.now, halved)
 
 
 def test_the_first_worker_clears_the_state() -> None:
@@ -301,90 +250,72 @@ def test_the_first_worker_clears_the_state() -> None:
         first.optimizer.state.clear()
         first.step(updates[1])
         second.step(updates[2])
-        parameters = weights()
-        alone = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
-        for number, update in enumerate(updates):
-            if number == 1:
-                alone.state.clear()
-            for parameter, gradient in zip(parameters, update, strict=True):
-                parameter.grad = gradient.clone()
-            alone.step()
-        assert_equal(second.now, [parameter.detach() for parameter in parameters])
+        rows = zip(weights(), [0.1, 0.05, 0.05], *updates, strict=True)
+        assert_equal(second.now, [p.detach() - rate * (a + b + 0.9 * b + c) for p, rate, a, b, c in rows])
         del first.optimizer.state[first.parameters[0]]
         with pytest.raises(ValueError, match=r"the states of 1 of .* use strategy='sync_ps'"):
             first.step(updates[0])
 
 
+def taken(queue: BatchQueue, *by: int, epoch: int = 0) -> list[int | None]:
+    """The batches that workers get, one after the other."""
+    return [queue.next(worker, epoch, first=0, num_batches=4) for worker in by]
+
+
 class TestBatchQueue:
-    def taken(self, queue: BatchQueue, worker: int, epoch: int = 0, **options: Any) -> int | None:
-        return queue.next(worker, epoch, **{"first": 0, "num_batches": 4, **options})
-
-    def test_each_batch_goes_to_one_worker(self) -> None:
+    def test_each_batch_goes_to_one_worker_and_one_to_worker_0(self) -> None:
         queue = BatchQueue()
-        assert [self.taken(queue, worker) for worker in (1, 0, 1, 0, 1, 0)] == [0, 1, 2, 3, None, None]
-        assert self.taken(queue, 1, epoch=1) == 0, "a worker goes on with the next epoch"
+        assert taken(queue, 1, 0, 1, 0, 1, 0) == [0, 1, 2, 3, None, None]
+        assert taken(queue, *[1] * 5, epoch=1) == [0, 1, 2, None, None], "a worker goes on with the next epoch"
+        assert taken(queue, 0, epoch=1) == [3]
 
-    def test_worker_0_gets_one(self) -> None:
+    def test_what_a_worker_gives_back_or_loses_goes_to_others(self) -> None:
         queue = BatchQueue()
-        assert [self.taken(queue, 1) for _ in range(5)] == [0, 1, 2, None, None]
-        assert self.taken(queue, 0) == 3
-
-    def test_batches_of_a_lost_worker_go_to_others(self) -> None:
-        queue = BatchQueue()
-        assert [self.taken(queue, worker) for worker in (0, 1, 1)] == [0, 1, 2]
+        assert taken(queue, 1, 1, 0) == [0, 1, 2]
+        queue.give_back(1, 0)
+        assert taken(queue, 1, 1) == [0, 1]
         queue.trained(1, 0, 1)
         assert queue.lose(1) == 1
-        assert [self.taken(queue, 0) for _ in range(3)] == [2, 3, None]
-
-    def test_what_a_worker_gives_back_goes_to_others(self) -> None:
-        queue = BatchQueue()
-        assert [self.taken(queue, worker) for worker in (1, 1, 0)] == [0, 1, 2]
-        queue.give_back(1, 0)
-        assert [self.taken(queue, 0) for _ in range(4)] == [0, 1, 3, None]
+        assert taken(queue, 0, 0, 0) == [0, 3, None]
 
     def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
         """Others took all batches of the run, and worker 0 never validated."""
         queue = BatchQueue()
         queue.left = 5
-        assert [self.taken(queue, 1, epoch) for epoch in (0, 0, 0, 0, 1)] == [0, 1, 2, None, None]
+        assert taken(queue, 1, 1, 1, 1) + taken(queue, 1, epoch=1) == [0, 1, 2, None, None]
         assert (queue.is_over(1, 1), queue.is_over(0, 0)) == (True, False)
-        assert [self.taken(queue, 0, epoch) for epoch in (0, 0, 1)] == [3, None, 0]
+        assert taken(queue, 0, 0) + taken(queue, 0, epoch=1) == [3, None, 0]
         assert queue.is_over(0, 1)
 
     def test_a_run_takes_what_a_lost_worker_had_though_it_takes_no_more(self) -> None:
         queue = BatchQueue()
         queue.left = 4
-        assert [self.taken(queue, *asked) for asked in ((0, 0), (1, 0), (1, 1), (0, 0))] == [0, 1, 0, 2]
+        assert taken(queue, 0, 1) + taken(queue, 1, epoch=1) + taken(queue, 0) == [0, 1, 0, 2]
         queue.trained(0, 0, 2)
-        assert self.taken(queue, 0) is None
+        assert taken(queue, 0) == [None]
         assert queue.may_return(0, 0), "as worker 1 has one of this epoch, and one of the next"
         queue.trained(1, 0, 1)
         assert queue.may_return(0, 0)
         queue.lose(1)
         assert not queue.may_return(0, 0)
         assert not queue.is_over(0, 0)
-        assert [self.taken(queue, 0, 1) for _ in range(2)] == [0, None]
+        assert taken(queue, 0, 0, epoch=1) == [0, None]
         assert queue.is_over(0, 1)
 
-    def test_a_run_ends_with_an_epoch(self) -> None:
+    def test_a_run_ends_with_an_epoch_and_begins_within_one(self) -> None:
         queue = BatchQueue()
         queue.end_with(0)
-        assert self.taken(queue, 0) == 0
-        assert self.taken(queue, 1, epoch=1) is None
+        assert queue.next(0, 0, first=3, num_batches=4) == 3
+        assert taken(queue, 1, epoch=1) == [None]
         assert (queue.is_over(0, 0), queue.is_over(0, 1)) == (False, True)
-
-    def test_an_epoch_may_have_begun_in_an_earlier_run(self) -> None:
-        assert self.taken(BatchQueue(), 0, first=3) == 3
 
     def test_epochs_that_all_are_done_with_are_forgotten(self) -> None:
         queue = BatchQueue()
         for epoch in range(100):
-            for worker in (1, 0):
-                number = self.taken(queue, worker, epoch)
-                assert number is not None
+            for number, worker in enumerate((1, 0)):
+                assert taken(queue, worker, epoch=epoch) == [number]
                 queue.trained(worker, epoch, number)
-        assert len(queue._epochs) == 1
-        assert self.taken(queue, 2, 98) is None, "a worker that comes late goes on with the epoch of the others"
+        assert taken(queue, 2, epoch=98) == [None], "a worker that comes late goes on with the epoch of the others"
         queue.trained(1, 5, 0)
         queue.give_back(1, 5)
         assert len(queue._epochs) == 1
@@ -393,35 +324,25 @@ class TestBatchQueue:
 def test_an_epoch_and_the_end_of_training() -> None:
     """Worker 0 waits for the others' batches; the others wait for its last message, and get no batch after it."""
     with workers() as (first, second):
-        started = threading.Thread(target=second.connections.begin_training)
-        started.start()
+        started = second.aside(second.connections.begin_training)
         first.connections.begin_training()
-        started.join(20)
-        of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 2, "limit": None}
-        assert (first.connections.next_batch(**of_epoch), second.connections.next_batch(**of_epoch)) == (0, 1)
+        started.result(20)
+        assert (first.next_batch(2), second.next_batch(2)) == (0, 1)
         first.connections.trained(0, 0)
-        last: list[int | None] = []
-        waiting = threading.Thread(target=lambda: last.append(first.connections.next_batch(**of_epoch)))
-        waiting.start()
-        waiting.join(0.1)
-        assert waiting.is_alive()
+        last = first.aside(first.next_batch, 2)
+        assert are_waiting(last)
         second.connections.trained(0, 1)
-        waiting.join(20)
-        assert last == [None]
-        stopped = threading.Thread(target=first.connections.stop_training, kwargs={"epoch": 0, "at_once": True})
-        stopped.start()
+        assert last.result(20) is None
+        stopped = first.aside(first.connections.stop_training, epoch=0, at_once=True)
         wait_until(lambda: bool(second.connections.statistics()) and second.connections.is_stopped)
-        assert second.connections.next_batch(**of_epoch) is None
-        stopped.join(0.1)
-        assert stopped.is_alive(), "the other has not come to the end"
-        told: list[Any] = []
-        waiting = threading.Thread(target=lambda: told.append(second.connections.end_training({})))
-        waiting.start()
-        stopped.join(20)
-        assert told == []
-        first.connections.end_training({"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"})
-        waiting.join(20)
-        assert told == [{"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}]
+        assert second.next_batch(2) is None
+        assert are_waiting(stopped), "the other has not come to the end"
+        told = second.aside(second.connections.end_training, {})
+        stopped.result(20)
+        assert not told.done()
+        end = {"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}
+        first.connections.end_training(end)
+        assert told.result(20) == end
 
 
 def test_a_batch_is_asked_for_ahead() -> None:
@@ -431,40 +352,33 @@ def test_a_batch_is_asked_for_ahead() -> None:
         of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 4, "limit": None}
         first.connections.ask_ahead(**of_epoch)
         first.connections.statistics()
-        assert (second.connections.next_batch(**of_epoch), first.connections.next_batch(**of_epoch)) == (1, 0)
+        assert (second.next_batch(4), first.next_batch(4)) == (1, 0)
         first.connections.ask_ahead(**of_epoch)
         first.connections.give_back(0)
-        assert first.connections.next_batch(**{**of_epoch, "epoch": 1}) == 0
-        assert [second.connections.next_batch(**of_epoch) for _ in range(3)] == [0, 2, 3]
+        assert first.next_batch(4, epoch=1) == 0
+        assert [second.next_batch(4) for _ in range(3)] == [0, 2, 3]
 
 
 def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
     """Worker 0 was told that there were no more batches while the other had some, and these were then nobody's."""
     with workers(max_staleness=1, num_servers=2) as (first, second):
         first.connections.begin_training()
-        of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 3, "limit": None}
-        taken = [worker.connections.next_batch(**of_epoch) for worker in (first, second, second)]
-        assert taken == [0, 1, 2]
-        waiting = threading.Thread(target=lambda: taken.append(first.connections.next_batch(**of_epoch)), daemon=True)
-        waiting.start()
-        ahead = Ahead(second, 3)
-        assert ahead.has_done(3), "a worker that waits holds nobody back"
-        ahead.join()
+        assert [worker.next_batch(3) for worker in (first, second, second)] == [0, 1, 2]
+        waiting = first.aside(first.next_batch, 3)
+        for step in range(3):  # a worker that waits holds nobody back
+            second.aside(second.step, gradients(step, 0)).result(20)
         second.connections.trained(0, 1)
-        assert second.connections.next_batch(**of_epoch) is None, "all but worker 0 go on"
-        assert len(taken) == 3
+        assert second.next_batch(3) is None, "all but worker 0 go on"
+        assert not waiting.done()
         second.vanish()
-        waiting.join(20)
-        assert taken[3:] == [2]
+        assert waiting.result(20) == 2
         for number in (0, 2):
             first.connections.trained(0, number)
-        assert first.connections.next_batch(**of_epoch) is None
+        assert first.next_batch(3) is None
 
 
 def test_parameters_without_a_gradient_get_the_updates_of_others() -> None:
     with workers() as (first, second):
         first.step(gradients(0, 0))
-        for parameter in second.parameters:
-            parameter.grad = None
         second.optimizer.step()
         assert_equal(second.now, first.now)

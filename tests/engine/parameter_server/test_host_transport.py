@@ -26,10 +26,11 @@ from tests.engine.parameter_server.updates import (
     assert_equal,
     assert_unusual,
     every_optimizer,
+    gradients,
     groups_of,
     hooks_of_all_optimizers,
     on_one_device,
-    trained,
+    steps_of,
     unusual_steps,
     weights,
 )
@@ -89,19 +90,17 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(world2: World) -> Non
 
 
 def unusual() -> tuple[dict[str, Any], list[Tensor]]:
-    with serving_ranks() as serve:
-        with hooks_of_all_optimizers() as calls:
-            found = unusual_steps(serve, rank(), calls)
-        optimizer = DecayingSGD(groups_of(parameters := weights()), lr=0.1, momentum=0.9)
-        trained(serve, optimizer, parameters, rank()).close()
-    return found, [p.detach() for p in parameters]
+    optimizer = DecayingSGD(groups_of(parameters := weights()), lr=0.1, momentum=0.9)
+    with serving_ranks() as serve, hooks_of_all_optimizers() as calls:
+        decaying = steps_of(optimizer, parameters, lambda step: gradients(step, rank()), serve)
+        return unusual_steps(serve, rank(), calls), decaying
 
 
 def test_unusual_steps(world2: World) -> None:
-    decaying, _ = on_one_device(lambda groups: DecayingSGD(groups, lr=0.1, momentum=0.9))
-    for found, of_decaying in world2.run(unusual):
+    expected, _ = on_one_device(lambda groups: DecayingSGD(groups, lr=0.1, momentum=0.9))
+    for found, decaying in world2.run(unusual):
         assert_unusual(found)
-        assert_equal(of_decaying, decaying)
+        assert_equal(decaying, expected)
 
 
 def changed_alone(num_changed: int) -> None:

@@ -22,8 +22,8 @@ from lightning_multigpu.communication.shared_memory.segment import OfferedSegmen
 from lightning_multigpu.engine.parameter_server import servers as servers_module
 from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
 from lightning_multigpu.engine.parameter_server.servers import Servers
-from tests.engine.parameter_server.test_asynchronous_updates import wait_until, workers
-from tests.engine.parameter_server.test_servers import Job, job, train
+from tests.engine.parameter_server.test_asynchronous_updates import workers
+from tests.engine.parameter_server.test_servers import Job, job, train, wait_until
 from tests.engine.parameter_server.updates import assert_equal, averaged, gradients, groups_of, on_one_device, weights
 
 NOBODY = 65534
@@ -35,56 +35,53 @@ def num_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:lightning_multigpu")
 
 
-def pairs(*, between: Callable[[Pair, Pair], None]) -> None:
+@pytest.fixture
+def pair() -> tuple[Pair, Pair]:
     """Both ends of the connections between a worker and a server, in this process."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connections = Connections()
 
     def end(is_server: bool) -> Pair:
-        own = TCPStore("127.0.0.1", store.port, is_master=False)
-        options: dict[str, Any] = {"connections": connections, "timeout_s": 20.0}
-        return Pair(own, "pair", label="the server" if not is_server else "the worker", is_server=is_server, **options)
+        own, label = TCPStore("127.0.0.1", store.port, is_master=False), "the worker" if is_server else "the server"
+        return Pair(own, "pair", label=label, is_server=is_server, connections=connections, timeout_s=20.0)
 
     with ThreadPoolExecutor(2) as threads:
         worker, server = threads.map(end, (False, True))
-    between(worker, server)
+    return worker, server
 
 
-def test_last_words_arrive_although_no_further_message_can_be_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+def fails(text: str) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError(text)
+
+    return fail
+
+
+def test_last_words_arrive_although_no_further_message_can_be_expected(
+    pair: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server that fails sends its last words and closes the connection, perhaps before the worker expects more."""
-
-    def between(worker: Pair, server: Pair) -> None:
-        expected = worker.expect()  # which also expects the last words
-        server.send("an answer")
-        server.send(LastWords("the disk is full"))
-        assert expected.get() == "an answer"
-
-        def closed(*_: Any) -> Any:
-            raise RuntimeError("Connection closed by peer")
-
-        monkeypatch.setattr(worker, "requests", SimpleNamespace(recv=closed))
-        with pytest.raises(PairEndedError, match="the server has failed: the disk is full"):
-            worker.receive()
-        with pytest.raises(PairEndedError, match="the server has ended, or the connection to it"):
+    worker, server = pair
+    expected = worker.expect()  # which also expects the last words
+    server.send("an answer")
+    server.send(LastWords("the disk is full"))
+    assert expected.get() == "an answer"
+    monkeypatch.setattr(worker, "requests", SimpleNamespace(recv=fails("Connection closed by peer")))
+    for words in ("the server has failed: the disk is full", "the server has ended, or the connection to it"):
+        with pytest.raises(PairEndedError, match=words):
             worker.receive()
 
-    pairs(between=between)
 
-
-def test_an_error_that_is_not_of_the_connection_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_not_of_the_connection_stays_as_it_is(
+    pair: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Too many open files, or no memory, was "the server has ended"."""
     text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:208] rv != -1. Too many open files"
-
-    def between(worker: Pair, server: Pair) -> None:
-        def refused(*_: Any) -> Any:
-            raise RuntimeError(text)
-
-        monkeypatch.setattr(worker, "_tensors", SimpleNamespace(send=refused))
-        with pytest.raises(RuntimeError, match="Too many open files") as caught:
-            worker.isend(torch.ones(1), 0)
-        assert not isinstance(caught.value, PairEndedError)
-
-    pairs(between=between)
+    worker, _ = pair
+    monkeypatch.setattr(worker, "_tensors", SimpleNamespace(send=fails(text)))
+    with pytest.raises(RuntimeError, match="Too many open files") as caught:
+        worker.isend(torch.ones(1), 0)
+    assert not isinstance(caught.value, PairEndedError)
 
 
 def trained(found: Job) -> list[tuple[Servers, int]]:
@@ -153,8 +150,8 @@ def test_what_a_lost_worker_shared_is_freed() -> None:
         first.step(gradients(0, 0))
 
 
-def as_nobody(segment: OfferedSegment) -> int:
-    """The exit status of a process of another user that maps the memory: 7 if it may not."""
+def is_refused_to_others(segment: OfferedSegment) -> bool:
+    """Whether a process of another user may not map the memory."""
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -166,7 +163,7 @@ def as_nobody(segment: OfferedSegment) -> int:
             status = 7
         finally:
             os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 
 
 class TestSegment:
@@ -186,17 +183,15 @@ class TestSegment:
         del memory
         assert num_mapped() == maps
 
-    @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-    def test_other_users_cannot_map_it(self) -> None:
-        assert as_nobody(OfferedSegment(100)) == 7
-
-    def test_only_what_was_offered_is_opened(self, tmp_path: Path) -> None:
+    def test_only_what_was_offered_is_opened_and_by_the_same_user(self, tmp_path: Path) -> None:
         segment = OfferedSegment(100)
         pid, descriptor, token = segment.offer
         with (tmp_path / "other").open("w+b") as other, pytest.raises(OSError, match="different containers"):
             mapped((pid, other.fileno(), token))
         with pytest.raises(OSError, match="different containers"):
             mapped((pid, descriptor, bytes(16)))
+        if os.geteuid() == 0:
+            assert is_refused_to_others(segment)
 
 
 def test_synchronous_workers_read_the_weights_of_the_server() -> None:

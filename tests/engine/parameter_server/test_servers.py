@@ -6,12 +6,13 @@ Workers are threads of the test here, and so are the servers: the same objects, 
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import gc
 import os
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -51,7 +52,7 @@ from tests.engine.parameter_server.updates import (
 )
 from tests.threads import Threads
 
-SMALL = 100.0  # bytes of a bucket: each of the weights has one of its own
+SMALL = 100  # bytes of a bucket: each of the weights has one of its own
 ALL = range(1_000_000)
 
 
@@ -65,10 +66,8 @@ class Job:
     problems: list[str]
     in_memory: Collection[int] = ALL
     servers: dict[int, Server] = field(default_factory=dict)
-    threads: list[threading.Thread] = field(default_factory=list)
 
     def client(self) -> Store:
-        """The job's store; each process has a connection of its own."""
         return TCPStore("127.0.0.1", self.store.port, is_master=False)
 
     @contextlib.contextmanager
@@ -99,6 +98,13 @@ def end(pairs: Iterable[Pair]) -> None:
     gc.collect()
 
 
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
 @contextlib.contextmanager
 def job(
     num_servers: int = 1,
@@ -106,7 +112,6 @@ def job(
     in_memory: Collection[int] = ALL,
     **rules: Any,
 ) -> Iterator[Job]:
-    before = os.environ.get("GLOO_SOCKET_IFNAME")
     served = ServedJob("servers/1", "127.0.0.1", num_workers, num_servers, 20.0, 20.0, **rules)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = Job(served, store, Threads(num_workers), [""] * num_servers, in_memory)
@@ -121,20 +126,18 @@ def job(
         except Exception as error:
             found.problems[number] = str(error)
 
-    found.threads += [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(num_servers)]
-    for thread in found.threads:
-        thread.start()
-    try:
-        with mock.patch.object(server_module, "_LAST_WORDS", timedelta(seconds=0.5)):
+    threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(num_servers)]
+    with mock.patch.dict(os.environ), mock.patch.object(server_module, "_LAST_WORDS", timedelta(seconds=0.5)):
+        for thread in threads:
+            thread.start()
+        try:
             yield found
-    finally:
-        for number, thread in enumerate(found.threads):
-            thread.join(5)
-            if number in found.servers:
-                found.servers[number].end("the test is over")
-            thread.join(5)
-        if before is None:  # a server sets it for its own process
-            os.environ.pop("GLOO_SOCKET_IFNAME", None)
+        finally:
+            for number, thread in enumerate(threads):
+                thread.join(5)
+                if number in found.servers:
+                    found.servers[number].end("the test is over")
+                thread.join(5)
 
 
 ServerStep = OwnedStep[ServerTransport]
@@ -163,7 +166,7 @@ def train(
     *,
     split: Split | None = None,
 ) -> ServerStep:
-    remote = server_step(optimizer, connections, bucket_bytes=int(SMALL), split=split)
+    remote = server_step(optimizer, connections, bucket_bytes=SMALL, split=split)
     for step in steps:
         for parameter, gradient in zip(parameters, gradients(step, connections.worker), strict=False):
             parameter.grad = gradient
@@ -177,7 +180,7 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_
 
         def work(worker: int) -> Trained:
             with found.connections(worker) as connections:
-                return every_optimizer(lambda each: server_step(each, connections, bucket_bytes=int(SMALL)), worker)
+                return every_optimizer(lambda each: server_step(each, connections, bucket_bytes=SMALL), worker)
 
         results = found.workers.run(work)
     assert found.problems == [""] * num_servers
@@ -192,7 +195,7 @@ def test_unusual_steps() -> None:
             with found.connections(worker) as connections:
 
                 def serve(optimizer: Optimizer) -> ServerStep:
-                    step = server_step(optimizer, connections, bucket_bytes=int(SMALL))
+                    step = server_step(optimizer, connections, bucket_bytes=SMALL)
                     group: Any = AverageOfThreads(found.workers, worker)
                     step.average = partial(average_gradients, group=group)
                     return step
@@ -210,43 +213,34 @@ def test_unusual_steps() -> None:
 def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a worker that shares memory with the server, and by one that does not."""
     push, in_memory = Room.push, (0,)
-
-    def slowly(room: Room) -> None:
-        time.sleep(0.05)
-        push(room)
-
-    monkeypatch.setattr(Room, "push", slowly)
+    monkeypatch.setattr(Room, "push", lambda room: (time.sleep(0.05), push(room)))
+    torch.manual_seed(0)
+    whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).double()
+    x = torch.randn(5, 8, dtype=torch.float64)
     with job(in_memory=in_memory) as found:
 
         def work(worker: int) -> None:
-            meter = Meter()
+            meter, model = Meter(), copy.deepcopy(whole)
             with found.connections(worker, meter) as connections:
-                generator = torch.Generator().manual_seed(0)
-                model = nn.Sequential(*(nn.Linear(8, 8, bias=False, dtype=torch.float64) for _ in range(4)))
-                for parameter in model.parameters():
-                    parameter.data.copy_(torch.randn(8, 8, dtype=torch.float64, generator=generator))
                 optimizer = optim.SGD(model.parameters(), lr=0.1)
                 remote = server_step(optimizer, connections, bucket_bytes=1024)
                 remote.transport.pushes_early = True
                 remote.place_new()
-                x = torch.randn(5, 8, dtype=torch.float64, generator=generator)
-                for halved in (True, False):
+                for scale in (0.5, 1.0):
                     before = [p.detach().clone() for p in model.parameters()]
-                    for parameter in model.parameters():
-                        parameter.grad = None
+                    optimizer.zero_grad()
                     model(x * (worker + 1)).square().sum().backward()
                     pushed = [bucket.pushed is not None for bucket in remote.transport._buckets]
                     assert pushed == [True] * 2, "each bucket is two layers, and backward has all gradients"
-                    own = [p.grad.clone() for p in model.parameters() if p.grad is not None]
-                    if halved:  # after it was pushed: it has to be pushed again
-                        for parameter in model.parameters():
-                            assert parameter.grad is not None
-                            parameter.grad.mul_(0.5)
+                    own = [scale * p.grad for p in model.parameters() if p.grad is not None]
+                    if scale != 1.0:  # changed after it was pushed: it has to be pushed again
+                        for parameter, gradient in zip(model.parameters(), own, strict=True):
+                            parameter.grad.copy_(gradient)  # type: ignore[union-attr]
                     optimizer.step()
-                    both = found.workers.gather(worker, own)
-                    for now, was, *of_both in zip(model.parameters(), before, *both, strict=True):
-                        mean = (of_both[0] + of_both[1]) / (4 if halved else 2)
-                        assert_equal(now.detach(), was - 0.1 * mean)
+                    for now, was, a, b in zip(
+                        model.parameters(), before, *found.workers.gather(worker, own), strict=True
+                    ):
+                        assert_equal(now.detach(), was - 0.1 * (a + b) / 2)
                 meter.end_step()
             meter.flush()  # now that the threads have ended which send, and which tell the meter a moment later
             [step] = meter.steps
@@ -312,25 +306,19 @@ def test_frozen_parameters_do_not_travel() -> None:
         assert trained.tolist() == [-1.0] * 3
 
 
-@pytest.mark.parametrize("when", ["before a step", "in a step"])
-def test_a_server_that_has_failed_says_why(when: str) -> None:
-    def train_on(found: Job) -> None:
-        with found.connections(0) as connections:
-            parameters = weights()
-            optimizer = Fails(parameters, lr=0.1) if when == "in a step" else optim.SGD(parameters, lr=0.1)
-            train(connections, parameters, optimizer, range(2))
-            found.servers[0].end("it was told to")
-            for _ in range(100):
-                optimizer.step()
-
-    words = "parameter server 0 of 1 .127.0.0.1. has (failed: (the step of Fails .*it cannot|it was told to)|ended)"
-    with job(num_workers=1) as found, pytest.raises(PairEndedError, match=f"(?s){words}"):
-        train_on(found)
-
-
 class Fails(optim.SGD):
     def step(self, closure: Any = None) -> Any:
         raise RuntimeError("it cannot")
+
+
+@pytest.mark.parametrize("kind", [optim.SGD, Fails], ids=["before a step", "in a step"])
+def test_a_server_that_has_failed_says_why(kind: type[optim.SGD]) -> None:
+    words = "parameter server 0 of 1 .127.0.0.1. has (failed: (the step of Fails .*it cannot|it was told to)|ended)"
+    optimizer = kind(parameters := weights(), lr=0.1)
+    with job(num_workers=1) as found:
+        optimizer.register_step_post_hook(lambda *_: found.servers[0].end("it was told to"))
+        with pytest.raises(PairEndedError, match=f"(?s){words}"), found.connections(0) as connections:
+            train(connections, parameters, optimizer, range(100))
 
 
 @pytest.mark.parametrize("worker", [0, 1])
@@ -361,7 +349,5 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
     with job(num_workers=1) as found, found.connections(0) as connections:
         connections.statistics()  # the server is there
         owner = connections if looking is servers_module else found.servers[0]
-        deadline_s = time.monotonic() + 20
-        while owner._connections not in limits and time.monotonic() < deadline_s:
-            time.sleep(0.01)
+        wait_until(lambda: owner._connections in limits)
         assert limits[owner._connections] == 20.0

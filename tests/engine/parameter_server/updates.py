@@ -15,8 +15,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_multigpu.placement.owned_step import OwnedStep
 
+Serve = Callable[[Optimizer], OwnedStep[Any]]
+GradientsOf = Callable[[int], list[Tensor]]
+
 # Each with the options under which most of its arithmetic is used.
-ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "SGD": lambda groups: optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
     "Adam": lambda groups: optim.Adam(groups, lr=0.1, amsgrad=True, weight_decay=0.1),
     "AdamW": lambda groups: optim.AdamW(groups, lr=0.1),
@@ -28,12 +31,9 @@ ELEMENTWISE: dict[str, Callable[[Any], Optimizer]] = {
     "RAdam": lambda groups: optim.RAdam(groups, lr=0.1),
     "RMSprop": lambda groups: optim.RMSprop(groups, lr=0.1, momentum=0.5, centered=True),
     "Rprop": lambda groups: optim.Rprop(groups, lr=0.1),
-}
-TENSORWISE: dict[str, Callable[[Any], Optimizer]] = {
     "Adafactor": lambda groups: optim.Adafactor(groups, lr=0.1),
     "Muon": lambda groups: optim.Muon(groups, lr=0.1),
 }
-OPTIMIZERS = {**ELEMENTWISE, **TENSORWISE}
 LOADED = ("AdamW", "Adafactor")
 """Those whose state of one device is loaded after half of the steps."""
 STEPS = 4
@@ -90,13 +90,40 @@ def averaged(step: int) -> list[Tensor]:
     return [(a + b) / 2 for a, b in zip(gradients(step, 0), gradients(step, 1), strict=True)]
 
 
+def steps_of(
+    optimizer: Optimizer,
+    parameters: list[nn.Parameter],
+    gradients_of: GradientsOf,
+    serve: Serve | None = None,
+    *,
+    closures: bool = False,
+    after_each: Callable[[], None] = lambda: None,
+) -> list[Tensor]:
+    """The weights after ``STEPS`` steps; with ``closures`` those of every other step add the gradients once more."""
+    served = serve(optimizer) if serve else None
+    for step in range(STEPS):
+
+        def closure(given: list[Tensor] = gradients_of(step)) -> None:  # noqa: B008
+            for parameter, gradient in zip(parameters, given, strict=True):
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad + gradient
+
+        for parameter, gradient in zip(parameters, gradients_of(step), strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step(closure if closures and step % 2 else None)  # type: ignore[arg-type]
+        after_each()
+    if served is not None:
+        served.close()
+    return [parameter.detach() for parameter in parameters]
+
+
 def on_one_device(
     make: Callable[[Any], Optimizer], updates: list[list[Tensor]] | None = None
 ) -> tuple[list[nn.Parameter], dict[str, Any]]:
     """The weights and the state after updates with these gradients, by default with the averages of ``STEPS`` steps."""
     parameters = weights()
     optimizer = make(groups_of(parameters))
-    for update in updates or [averaged(step) for step in range(STEPS)]:
+    for update in [averaged(step) for step in range(STEPS)] if updates is None else updates:
         for parameter, gradient in zip(parameters, update, strict=True):
             parameter.grad = gradient.clone()
         optimizer.step()
@@ -112,45 +139,27 @@ def sparse_gradient(step: int, number: int) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, (7, 5), check_invariants=True)
 
 
-def sparse_steps(step: Callable[[int, nn.Parameter, Optimizer], None]) -> Tensor:
+def sparse_steps(number: int = 0, serve: Serve | None = None) -> Tensor:
+    """Those of one device, or of one of two ranks, which read the average before every other step.
+
+    SparseAdam updates the moments of each row that a gradient has: a row of zeros counts.
+    """
     parameter = weights()[0]
     optimizer = optim.SparseAdam([parameter], lr=0.1)
-    for number in range(STEPS):
-        step(number, parameter, optimizer)
-    return parameter.detach()
-
-
-def sparse_on_one_device() -> Tensor:
-    """SparseAdam updates the moments of each row that a gradient has: a row of zeros counts."""
-
-    def step(number: int, parameter: nn.Parameter, optimizer: Optimizer) -> None:
-        parameter.grad = (sparse_gradient(number, 0) + sparse_gradient(number, 1)) / 2
-        optimizer.step()
-
-    return sparse_steps(step)
-
-
-def sparse_steps_of(rank_: int, serve: Callable[[Optimizer], Any]) -> Tensor:
-    """Those of one of two ranks, which read the average before every other step."""
-    served: Any = None
-
-    def step(number: int, parameter: nn.Parameter, optimizer: Optimizer) -> None:
-        nonlocal served
-        served = served or serve(optimizer)
-        parameter.grad = sparse_gradient(number, rank_)
-        if number % 2:
+    served = serve(optimizer) if serve else None
+    for step in range(STEPS):
+        average = (sparse_gradient(step, 0) + sparse_gradient(step, 1)) / 2
+        parameter.grad = sparse_gradient(step, number) if served else average
+        if served and step % 2:
             served.average_gradients()
-            average = sparse_gradient(number, 0) + sparse_gradient(number, 1)
             assert torch.equal(parameter.grad.coalesce().indices(), average.coalesce().indices())
         optimizer.step()
-        if number == STEPS - 1:  # what one rank has dense is dense on one device, which SparseAdam refuses
-            parameter.grad = torch.ones_like(parameter) if rank_ else sparse_gradient(number, 0)
-            served.average_gradients()
-            assert not parameter.grad.is_sparse
-
-    found = sparse_steps(step)
-    served.close()
-    return found
+    if served:  # what one rank has dense is dense on one device, which SparseAdam refuses
+        parameter.grad = torch.ones_like(parameter) if number else sparse_gradient(0, 0)
+        served.average_gradients()
+        assert not parameter.grad.is_sparse
+        served.close()
+    return parameter.detach()
 
 
 VALUES: dict[str, Callable[[Any], Optimizer]] = {
@@ -161,22 +170,11 @@ VALUES: dict[str, Callable[[Any], Optimizer]] = {
 }
 
 
-def scheduled_steps(
-    name: str, gradients_of: Callable[[int], list[Tensor]], serve: Callable[[Optimizer], Any] | None = None
-) -> list[Tensor]:
+def scheduled_steps(name: str, gradients_of: GradientsOf, serve: Serve | None = None) -> list[Tensor]:
     """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
-    parameters = weights()
-    optimizer = VALUES[name]([{"params": parameters}])
+    optimizer = VALUES[name](parameters := weights())
     scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
-    served = serve(optimizer) if serve else None
-    for step in range(STEPS):
-        for parameter, gradient in zip(parameters, gradients_of(step), strict=True):
-            parameter.grad = gradient
-        optimizer.step()
-        scheduler.step()
-    if served is not None:
-        served.close()
-    return [p.detach() for p in parameters]
+    return steps_of(optimizer, parameters, gradients_of, serve, after_each=scheduler.step)
 
 
 @contextlib.contextmanager
@@ -195,9 +193,7 @@ def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
 
 
 def hooked_steps(
-    gradients_of: Callable[[int], list[Tensor]],
-    calls: list[tuple[Optimizer, str]],
-    serve: Callable[[Optimizer], OwnedStep[Any]] | None = None,
+    gradients_of: GradientsOf, calls: list[tuple[Optimizer, str]], serve: Serve | None = None
 ) -> list[Tensor]:
     """Steps with hooks that change the gradients and the weights, element by element; every other has a closure."""
     parameters = weights()
@@ -216,48 +212,13 @@ def hooked_steps(
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    served = serve(optimizer) if serve else None
-    for step in range(STEPS):
-        given = gradients_of(step)
-
-        def closure(given: list[Tensor] = given) -> None:
-            for parameter, gradient in zip(parameters, given, strict=True):
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad + gradient
-
-        for parameter, gradient in zip(parameters, given, strict=True):
-            parameter.grad = gradient.clone()
-        optimizer.step(closure if step % 2 else None)  # type: ignore[arg-type]
-    called = [word for of, word in calls if of is optimizer]
-    assert called == ["all before", "before", "after", "all after"] * STEPS
-    if served is not None:
-        served.close()
-    return [p.detach() for p in parameters]
+    found = steps_of(optimizer, parameters, gradients_of, serve, closures=True)
+    assert [word for of, word in calls if of is optimizer] == ["all before", "before", "after", "all after"] * STEPS
+    return found
 
 
 def assert_equal(found: Any, wanted: Any) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-14)
-
-
-Serve = Callable[[Optimizer], OwnedStep[Any]]
-
-
-def trained(
-    serve: Serve,
-    optimizer: Optimizer,
-    parameters: list[nn.Parameter],
-    number: int,
-    loaded: dict[str, Any] | None = None,
-) -> OwnedStep[Any]:
-    """``STEPS`` steps of one of two ranks, or workers; half of them where a state is loaded."""
-    server = serve(optimizer)
-    if loaded is not None:
-        server.load_state_dict(loaded)
-    for step in range(STEPS // 2 if loaded else 0, STEPS):
-        for parameter, gradient in zip(parameters, gradients(step, number), strict=False):
-            parameter.grad = gradient
-        optimizer.step()
-    return server
 
 
 Trained = dict[str, tuple[list[Tensor], dict[str, Any], int]]
@@ -267,10 +228,16 @@ def every_optimizer(serve: Serve, number: int, held_by: Callable[[OwnedStep[Any]
     """The weights, the state as one device has it, and the elements of the state that are held here."""
     found: Trained = {}
     for name, make in OPTIMIZERS.items():
-        half = [averaged(step) for step in range(STEPS // 2)]
-        parameters, halfway = on_one_device(make, half) if name in LOADED else (weights(), None)
+        begin = STEPS // 2 if name in LOADED else 0
+        parameters, halfway = on_one_device(make, [averaged(step) for step in range(begin)])
         optimizer = make(groups_of(parameters))
-        server = trained(serve, optimizer, parameters, number, halfway)
+        server = serve(optimizer)
+        if begin:
+            server.load_state_dict(halfway)
+        for step in range(begin, STEPS):
+            for parameter, gradient in zip(parameters, gradients(step, number), strict=True):
+                parameter.grad = gradient
+            optimizer.step()
         assert not optimizer.state, "a device holds no state"
         found[name] = [p.detach() for p in parameters], server.state_dict(), held_by(server)
         server.close()
@@ -289,19 +256,29 @@ def assert_as_on_one_device(first: Mapping[str, Any], second: Mapping[str, Any])
         assert_equal(found_state["state"], state["state"])
 
 
-def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]]) -> dict[str, Any]:
-    """What one of two ranks, or workers, gets from steps with something unusual."""
-    found: dict[str, Any] = {}
+def unusual_weights(
+    gradients_of: GradientsOf, calls: list[tuple[Optimizer, str]], number: int = 0, serve: Serve | None = None
+) -> dict[str, Any]:
+    """The weights of one device, or of one of two ranks or workers, after steps with something unusual."""
     parameters = weights()
-    optimizer: Optimizer = NormedSGD(groups_of(parameters), lr=0.1)
-    trained(serve, optimizer, parameters, number).close()
-    found["one updates all"] = [p.detach() for p in parameters]
-
+    found: dict[str, Any] = {
+        "one updates all": steps_of(NormedSGD(groups_of(parameters), lr=0.1), parameters, gradients_of, serve),
+        "hooks": hooked_steps(gradients_of, calls, serve),
+        "sparse": sparse_steps(number, serve),
+    }
     parameters = weights()
     optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
-    server = trained(serve, optimizer, parameters[:1], number)  # one of the groups has no gradients
-    assert parameters[1].grad is None
-    found["unused"] = [p.detach() for p in parameters]
+    steps_of(optimizer, parameters[:1], lambda step: gradients_of(step)[:1], serve)
+    found["a group without gradients"] = [p.detach() for p in parameters]
+    return found | {name: scheduled_steps(name, gradients_of, serve) for name in VALUES}
+
+
+def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]]) -> dict[str, Any]:
+    """What one of two ranks, or workers, gets from steps with something unusual."""
+    found = {"weights": unusual_weights(lambda step: gradients(step, number), calls, number, serve)}
+    optimizer = optim.SGD(groups_of(weights()), lr=0.1, momentum=0.9)
+    server = serve(optimizer)
+    optimizer.step()
     late = nn.Parameter(torch.ones(3))
     optimizer.add_param_group({"params": [late], "lr": 1.0})
 
@@ -310,8 +287,6 @@ def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]])
         optimizer.step()
         return late.tolist()
 
-    for parameter in parameters:
-        parameter.grad = None
     found["a group that came later, on one rank"] = step(1.0 if number == 0 else None)
     late.data.zero_()  # as a hook may, on every rank
     optimizer.param_groups[2]["lr"] = 2.0  # as a scheduler does
@@ -326,29 +301,15 @@ def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]])
     server.clip_value = 0.25
     found["clipping"] = step(2.0 * number)
     server.close()
-    found["hooks"] = hooked_steps(lambda step: gradients(step, number), calls, serve)
-    found |= {name: scheduled_steps(name, lambda step: gradients(step, number), serve) for name in VALUES}
-    found["sparse"] = sparse_steps_of(number, serve)
     return found
 
 
 def assert_unusual(found: dict[str, Any]) -> None:
     """The results of :func:`unusual_steps` are those of one device."""
-    normed, _ = on_one_device(lambda groups: NormedSGD(groups, lr=0.1))
-    assert_equal(found["one updates all"], normed)
-    parameters = weights()
-    optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        parameters[0].grad = averaged(step)[0]
-        optimizer.step()
-    assert_equal(found["unused"], parameters)
+    with hooks_of_all_optimizers() as calls:
+        assert_equal(found["weights"], unusual_weights(averaged, calls))
     assert found["a group that came later, on one rank"] == [0.5] * 3, "the mean of 1 and of no gradient"
     # The momentum of the step before, 0.5 x 0.9, and the gradient.
     assert found["a weight and a rate that changed"] == pytest.approx([-2.0 * 1.45] * 3)
     assert found["a gradient that one rank no longer has"] == [-0.5] * 3
     assert found["clipping"] == pytest.approx([-0.1 - 1.0 - 0.2 - 0.25] * 3)
-    for name in VALUES:
-        assert_equal(found[name], scheduled_steps(name, averaged))
-    assert_equal(found["sparse"], sparse_on_one_device())
-    with hooks_of_all_optimizers() as calls:
-        assert_equal(found["hooks"], hooked_steps(averaged, calls))

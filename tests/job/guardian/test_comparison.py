@@ -104,6 +104,11 @@ def test_ranks_that_never_came(views: list[View], expected: list[str]) -> None:
             [],
             id="the ranks of the user's own may be all of its group",
         ),
+        pytest.param(
+            [view(0, own="recv"), view(1, own="send"), view(2)],
+            [],
+            id="the user's own messages: a slow third rank ended the run",
+        ),
         pytest.param([view(0, WAITS), view(1, BEHIND)], [], id="one works, and may come"),
         pytest.param([view(0, WAITS), view(1, IN_WORLD, gone="has ended")], [], id="one has ended"),
         pytest.param(

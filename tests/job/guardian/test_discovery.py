@@ -120,7 +120,7 @@ def test_a_guardian_of_another_user_is_none(address: str) -> None:
             squatter.listen()
         finally:
             os.seteuid(0)
-        with pytest.raises(GuardianError, match=r"has found no guardian .* belong to one user"):
+        with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*not the guardian of rank 1"):
             GuardianClient(address, rank=1, on_failure=lambda failure: None, start_timeout_s=0.2)
         with pytest.raises(GuardianError, match=rf"belongs to a process of user {NOBODY}.*choose another MASTER_PORT"):
             Guardian.start(address=address, num_ranks=2, failure_timeout_s=3)

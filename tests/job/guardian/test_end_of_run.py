@@ -100,7 +100,8 @@ def test_the_end_of_the_guardian_between_two_runs_fails_the_second_one() -> None
 
 
 RAISED = (
-    "alike = client.all_raised({key!r}, Failure('raised Own', rank=client.rank)); print('alike', alike, flush=True); "
+    "alike = client.is_common_error({key!r}, Failure('raised Own', rank=client.rank)); "
+    "print('alike', alike, flush=True); "
 )
 LEAVES = "client.leave()"
 FAILED = "alike or client.failed(Failure('raised Own', rank=client.rank)); sys.exit(1)"
@@ -168,7 +169,7 @@ def test_a_second_interrupt_of_one_rank_ends_the_others_too(tmp_path: Path) -> N
 
 def test_a_second_sigterm_while_a_rank_raises_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     """The rank was to print the failure, ended at once, and nobody said why."""
-    raises = "client.failed(Failure('was terminated (SIGTERM)', 0)); client.raises(); client.signalled(143, 2); "
+    raises = "client.failed(Failure('was terminated (SIGTERM)', 0)); client.may_print(); client.signalled(143, 2); "
     with Job(f"{raises}time.sleep(60)", "time.sleep(60)", failure_timeout_s=50) as job:
         assert job.outcome()[0] == [143, 143]
         assert job.guardian_ends()

@@ -146,7 +146,7 @@ def test_the_word_of_a_rank_that_raises_comes_before_its_exit_status(capfd: pyte
     assert err.startswith("Traceback: ...\nThe job failed: rank 1")
 
 
-RAISES = "told.wait(60); client.raises(); client.rest(); "
+RAISES = "told.wait(60); client.may_print(); client.rest(); "
 
 
 def test_a_program_that_catches_the_exception_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_a_program_that_catches_the_exception_prints_nothing(tmp_path: Path, cap
 
 def test_a_failure_is_shown_once_with_the_advice_of_the_first_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """Each rank printed it, torchrun's SIGTERM cut the first one off, and the guardian stayed silent."""
-    shows = RAISES + "print(client.show('Resume with {rank}', waits={rank} == 0)); sys.exit(1)"
+    shows = RAISES + "print(client.print_failure('Resume with {rank}', waits={rank} == 0)); sys.exit(1)"
     with Job(shows.format(rank=0), "os._exit(3)", shows.format(rank=2)) as job:
         assert all(text.endswith("True\n") for text in job.outcome()[1][::2])
         assert job.guardian_ends()
@@ -183,7 +183,7 @@ def test_a_rank_that_a_signal_keeps_from_showing_the_failure(capfd: pytest.Captu
 
 def test_a_rank_that_has_shown_the_failure_and_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
     """A thread of the program kept it, and the guardian waited with it for ever."""
-    shows = f"{RAISES}client.show('', waits=True); time.sleep(600)"
+    shows = f"{RAISES}client.print_failure('', waits=True); time.sleep(600)"
     with Job(shows, "os._exit(3)", failure_timeout_s=2.0) as job:
         assert job.outcome()[0] == [-signal.SIGKILL, 3]
         assert job.guardian_ends()

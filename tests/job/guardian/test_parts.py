@@ -10,26 +10,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from lightning_multigpu.job.guardian import protocol
 from lightning_multigpu.job.guardian.failure import MAX_TRACEBACK, MAX_WHAT, Failure
-from lightning_multigpu.job.guardian.proc import (
-    ENDED,
-    RUNNING,
-    STOPPED,
-    WatchedProcess,
-    parse_stat,
-    read_stat,
-)
-from lightning_multigpu.job.guardian.protocol import (
-    MAX_LINE_BYTES,
-    Connection,
-    ProtocolError,
-    decode,
-    encode,
-)
+from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, parse_stat, read_stat
+from lightning_multigpu.job.guardian.protocol import MAX_LINE_BYTES, Connection, ProtocolError, decode, encode
 from lightning_multigpu.job.guardian.ranks import Ranks
 from tests.job.guardian.job import eventually
 
@@ -61,12 +49,9 @@ def test_messages_arrive_whole_and_in_order(pair: tuple[Connection, Connection])
     assert list(pair[1].arriving()) == [{"kind": "b", "text": "ä\n"}]
     assert list(pair[1].arriving()) == []
     assert not pair[1].closed
-
-
-def test_what_was_sent_before_the_end_still_arrives(pair: tuple[Connection, Connection]) -> None:
     pair[0].send("leave")
     pair[0].close()
-    assert list(pair[1].arriving()) == [{"kind": "leave"}]
+    assert list(pair[1].arriving()) == [{"kind": "leave"}], "what was sent before the end still arrives"
     assert pair[1].closed
 
 
@@ -97,14 +82,14 @@ def test_who_does_not_read_is_given_up(pair: tuple[Connection, Connection]) -> N
 @pytest.mark.parametrize("char", ["a", "\0", "é", "\U0001f40d", "\ud800"])
 def test_the_longest_failure_fits_into_a_message(char: str) -> None:
     """One of many emojis did not: in place of the user's error came that of a message that is too long."""
-    failure = Failure(
-        f"start{char * 20_000}", 1, char * 64, 2, 3, f"{char * 200_000}end", message=f"start{char * 200_000}"
-    )
+    text = char * 200_000
+    failure = Failure(f"start{text}", 1, text, 2, 3, f"{text}end", error_type=text, message=f"start{text}")
     told = Failure.from_message(decode(encode("failure", failure=failure.to_message()))["failure"])
     assert (told.rank, told.pid, told.step) == (1, 2, 3)
     assert [len(text) for text in (told.what, told.message, told.traceback)] == [MAX_WHAT, MAX_WHAT, MAX_TRACEBACK]
     assert told.what.startswith("start")
     assert told.traceback.endswith("end")
+    encode("waited", lines=[char * 200] * 64)  # the limits of HangWatch.last_waits
 
 
 def test_a_program_may_have_any_name() -> None:
@@ -127,6 +112,8 @@ def test_the_states_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     assert watched.exit_code() == -signal.SIGKILL
     watched.kill()
     watched.close()
+    with pytest.raises(ProcessLookupError):
+        WatchedProcess(sleeper.pid)
 
 
 def test_a_later_process_with_the_same_pid_is_another_one(sleeper: subprocess.Popen[bytes]) -> None:
@@ -175,19 +162,11 @@ def test_a_guardian_without_a_descriptor_left_does_not_spin(monkeypatch: pytest.
         assert len(pauses) == 1, "nor does it wait otherwise"
 
 
-def test_a_process_that_is_gone() -> None:
-    process = subprocess.Popen([sys.executable, "-I", "-S", "-c", ""])
-    process.wait()
-    with pytest.raises(ProcessLookupError):
-        WatchedProcess(process.pid)
-
-
 class FakeProcess:
     """A process in a state that the test sets."""
 
     def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.now = RUNNING
+        self.pid, self.now = pid, RUNNING
         self.code: int | None = None
 
     def state(self) -> str:
@@ -197,8 +176,14 @@ class FakeProcess:
         return self.code
 
 
+def _set(ranks: Any, rank: int, state: str, code: int | None = None) -> Any:
+    watched = ranks.get(rank)
+    watched.process.now, watched.process.code = state, code
+    return watched
+
+
 @pytest.fixture
-def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two ranks that may be stopped for 5 s."""
     monkeypatch.setattr("lightning_multigpu.job.guardian.ranks.WatchedProcess", FakeProcess)
     found = Ranks(2, stopped_limit_s=5.0)
@@ -207,22 +192,14 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return found
 
 
-def _set(ranks: Ranks, rank: int, state: str, code: int | None = None) -> None:
-    watched = ranks.get(rank)
-    assert watched is not None
-    assert isinstance(watched.process, FakeProcess)
-    watched.process.now, watched.process.code = state, code
-
-
-def test_a_rank_may_be_stopped_for_a_while(ranks: Ranks) -> None:
+def test_a_rank_may_be_stopped_for_a_while(ranks: Any) -> None:
     _set(ranks, 1, STOPPED)
     assert [ranks.observe(now) for now in (10.0, 15.0)] == [None, None]
     found = ranks.observe(15.1)
-    assert found is not None
     assert (found.failure.rank, found.since_s) == (1, 10.0)
 
 
-def test_the_guardians_own_pause_gives_everyone_a_fresh_allowance(ranks: Ranks) -> None:
+def test_the_guardians_own_pause_gives_everyone_a_fresh_allowance(ranks: Any) -> None:
     _set(ranks, 1, STOPPED)
     ranks.observe(10.0)
     ranks.restart_timers()
@@ -230,7 +207,7 @@ def test_the_guardians_own_pause_gives_everyone_a_fresh_allowance(ranks: Ranks) 
     assert ranks.observe(65.1) is not None
 
 
-def test_when_all_are_stopped_nobody_waits_unless_there_are_other_hosts(ranks: Ranks) -> None:
+def test_when_all_are_stopped_nobody_waits_unless_there_are_other_hosts(ranks: Any) -> None:
     for rank in range(2):
         _set(ranks, rank, STOPPED)
     assert [ranks.observe(now) for now in (10.0, 60.0)] == [None, None]
@@ -242,63 +219,26 @@ def test_when_all_are_stopped_nobody_waits_unless_there_are_other_hosts(ranks: R
     assert ranks.observe(70.0) is not None
 
 
-def test_of_two_ends_the_signal_comes_first(ranks: Ranks) -> None:
+def test_of_two_ends_the_signal_comes_first(ranks: Any) -> None:
     _set(ranks, 0, ENDED, 1)
     _set(ranks, 1, ENDED, -9)
-    found = ranks.observe(1.0)
-    assert found is not None
-    assert found.failure.rank == 1
+    assert ranks.observe(1.0).failure.rank == 1
 
 
-def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: Ranks) -> None:
-    _set(ranks, 0, ENDED, None)
+def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: Any) -> None:
+    rank = _set(ranks, 0, ENDED, None)
     assert ranks.observe(1.0) is None
-    rank = ranks.get(0)
-    assert rank is not None
     rank.reported_exit_code = 0
     assert ranks.observe(1.5) is None, "its last message may be on its way"
     rank.reported_exit_code = 3
-    found = ranks.observe(1.6)
-    assert found is not None
-    assert "ended with exit status 3" in found.failure.what
+    assert "ended with exit status 3" in ranks.observe(1.6).failure.what
     rank.finished = True
     _set(ranks, 1, ENDED, None)
     assert ranks.observe(2.0) is None
-    found = ranks.observe(3.1)
-    assert found is not None
-    assert "unknown exit status" in found.failure.what
+    assert "unknown exit status" in ranks.observe(3.1).failure.what
 
 
-def test_when_a_rank_ends_without_an_error(ranks: Ranks) -> None:
-    rank = ranks.get(0)
-    assert rank is not None
-    _set(ranks, 0, ENDED, 0)
-    for joining_until_s, introduced, when in (
-        (None, True, "in the middle of the run"),
-        (60.0, True, "before it joined the run"),
-        (None, False, "before it joined the run"),
-    ):
-        rank.joining_until_s, rank.introduced, rank.ended_since_s = joining_until_s, introduced, 0.0
-        found = ranks.observe(2.0)
-        assert found is not None
-        assert found.failure.what == f"ended with exit status 0 {when}"
-
-
-def test_who_has_finished_is_not_looked_at(ranks: Ranks) -> None:
-    rank = ranks.get(1)
-    assert rank is not None
-    rank.finished = True
-    _set(ranks, 1, ENDED, 3)
-    assert ranks.observe(1.0) is None
-    assert [rank.rank for rank in ranks.at_work] == [0]
-
-
-def test_two_processes_are_not_one_rank(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="rank 0 is the process 100 already"):
-        ranks.add(0, os.getpid())
-
-
-def test_who_starts_a_rank_may_have_started_only_its_parent(ranks: Ranks) -> None:
+def test_who_starts_a_rank_may_have_started_only_its_parent(ranks: Any) -> None:
     """A wrapper such as numactl starts the rank; what it says first counts, whatever its parent says later."""
     more = Ranks(2, stopped_limit_s=5.0)
     more.add(0, 500, introduced=False)

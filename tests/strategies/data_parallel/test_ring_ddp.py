@@ -16,23 +16,15 @@ from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader
 from lightning_multigpu.job import process_groups
 from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
 from tests.modules import Normalised
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    eval_loader,
-    fit,
-    fit_module,
-    make_strategy,
-    state,
-)
+from tests.strategies.tasks import Case, Classifier, eval_loader, fit, fit_module, make_strategy
 from tests.world import World
 
 GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8  # of the Classifier, in float64
 
 
-def traffic(accumulate: int) -> list[StepTraffic]:
+def traffic(accumulate: int, **options: Any) -> list[StepTraffic]:
     strategy, case = make_strategy("ring_ddp"), Case(max_epochs=1)
-    fit_module(Classifier(), strategy, 2, case, None, eval_loader(), accumulate_grad_batches=accumulate)
+    fit_module(Classifier(), strategy, 2, case, None, eval_loader(), accumulate_grad_batches=accumulate, **options)
     strategy.meter.flush()
     return list(strategy.meter.steps)
 
@@ -53,33 +45,31 @@ def test_each_optimizer_step_sends_the_gradients_once(accumulate: int, world2: W
         assert sum(step.of("all_reduce", "data")[0].sent_bytes for step in each) == 2 * GRADIENT_BYTES
 
 
-BUCKET_OPTIONS: dict[str, dict[str, Any]] = {
-    "shared memory": {},
-    "ring": {"shared_memory": False},
-    "given": {"bucket_cap_mb": 3},
-    "DDP's": {"ddp_comm_hook": allreduce_hook},
-}
+BUCKETS: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({"shared_memory": False}, 3),
+    ({"bucket_cap_mb": 3}, 3),
+    ({"ddp_comm_hook": allreduce_hook}, 2),
+]
 
 
-def bucket_counts() -> dict[str, int]:
+def bucket_count(options: dict[str, Any]) -> int:
     """Buckets of one step, once torch has put them into the order of backward."""
-    counts = {}
-    for name, options in BUCKET_OPTIONS.items():
-        strategy, module = make_strategy("ring_ddp", **options), Classifier()
-        module.wide = nn.ModuleList(nn.Linear(1, 300_000) for _ in range(2))  # type: ignore[assignment]
-        module.first.register_forward_hook(
-            lambda layer, inputs, output, wide=module.wide: output + sum(0 * w(output[:, :1]).sum() for w in wide)
-        )
-        fit_module(module, strategy, 2, Case(max_epochs=1), max_steps=3)
-        strategy.meter.flush()
-        (totals,) = strategy.meter.steps[-1].of("all_reduce", "data")
-        counts[name] = totals.count
-    return counts
+    strategy, module = make_strategy("ring_ddp", **options), Classifier()
+    module.wide = wide = nn.ModuleList(nn.Linear(1, 300_000) for _ in range(2))  # type: ignore[assignment]
+    module.first.register_forward_hook(
+        lambda layer, inputs, output: output + sum(0 * w(output[:, :1]).sum() for w in wide)
+    )
+    fit_module(module, strategy, 2, Case(max_epochs=1), max_steps=3)
+    strategy.meter.flush()
+    (totals,) = strategy.meter.steps[-1].of("all_reduce", "data")
+    return int(totals.count)
 
 
 def test_buckets_suit_the_way_that_they_take(world2: World) -> None:
     """Four parameters of 2.4 MB. torch closes a bucket when it is full, and with its own default the first at 1 MiB."""
-    assert world2.run(bucket_counts)[0] == {"shared memory": 1, "ring": 3, "given": 3, "DDP's": 2}
+    found = world2.run(lambda: [bucket_count(options) for options, _ in BUCKETS])
+    assert found[0] == [expected for _, expected in BUCKETS]
     for between_hosts, smallest in ((True, 4 << 20), (False, 25 << 20)):
         assert usual_bucket_bytes(100 << 20, between_hosts=between_hosts) == smallest
         assert usual_bucket_bytes(4 << 30, between_hosts=between_hosts) == 32 << 20
@@ -132,40 +122,25 @@ def test_buffers_are_those_of_rank_zero(strategy: str, world2: World) -> None:
         assert not any(torch.equal(a, b) for a, b in zip(first[1:], second[1:], strict=True))
 
 
-def low_precision() -> tuple[dict[str, Tensor], int]:
-    module = Classifier()
-    strategy = make_strategy("ring_ddp")
-    fit_module(module, strategy, 2, Case(max_epochs=1, precision="bf16-true"))
-    strategy.meter.flush()
-    return state(module), strategy.meter.steps[-1].of("all_reduce", "data")[0].size_bytes
-
-
 def test_bfloat16_parameters_travel_as_such(world2: World) -> None:
-    (first, size), (second, _) = world2.run(low_precision)
-    assert all(value.dtype == torch.bfloat16 for value in first.values())
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert size == GRADIENT_BYTES // 4
+    both = world2.run(traffic, 1, precision="bf16-true")
+    assert {step.of("all_reduce", "data")[0].size_bytes for steps in both for step in steps} == {GRADIENT_BYTES // 4}
 
 
-def unused_without_saying_so() -> str:
-    module = Classifier(unused=True)
-    with pytest.raises((RuntimeError, SystemExit)) as caught:
-        fit_module(module, "ring_ddp", 2)
-    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+def unused_without_saying_so(*, loses_a_transfer: bool = False) -> tuple[str, int]:
+    """The message, and how many groups are kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        if loses_a_transfer:
+            patch.setattr(AgreedLoader, "settle", lambda loader: False)  # as Gloo seldom leaves it
+        with pytest.raises((RuntimeError, SystemExit)) as caught:
+            fit_module(Classifier(unused=True), "ring_ddp", 2)
+    return "\n".join([str(caught.value), *getattr(caught.value, "__notes__", [])]), len(process_groups.KEPT)
 
 
 def test_unused_parameters_are_explained(world2: World) -> None:
-    messages = world2.run(unused_without_saying_so)
-    assert "RingDDPStrategy(find_unused_parameters=True)" in messages[0]
-
-
-def fails_with_a_lost_transfer() -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgreedLoader, "settle", lambda loader: False)  # as Gloo seldom leaves it
-        unused_without_saying_so()
-    return len(process_groups.KEPT)
+    assert "RingDDPStrategy(find_unused_parameters=True)" in world2.run(unused_without_saying_so)[0][0]
 
 
 def test_a_group_that_has_lost_a_transfer_is_not_destroyed(world2: World) -> None:
     """Whoever destroyed it would wait for half an hour, and a program that catches the failure with it."""
-    assert world2.run(fails_with_a_lost_transfer) == [1, 1]
+    assert [kept for _, kept in world2.run(unused_without_saying_so, loses_a_transfer=True)] == [1, 1]

@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from tests.modules import Stream
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, dataset, fit_module, state, trained_weights
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, dataset, fit_module, state
 from tests.world import World, rank
 
 OWN_SAMPLES = {"use_distributed_sampler": False}
@@ -22,8 +22,10 @@ def loader(indices: list[int], kind: str) -> Any:
     return DataLoader(Stream(indices), batch_size=4)
 
 
-def train(per_rank: list[list[int]], kind: str, options: dict[str, Any], epochs: int = 1) -> dict[str, Any]:
-    module = Classifier()
+def train(
+    per_rank: list[list[int]], kind: str, options: dict[str, Any], epochs: int = 1, make_module: Any = Classifier
+) -> dict[str, Any]:
+    module = make_module()
     case = Case(max_epochs=epochs, strategy=options, trainer=OWN_SAMPLES)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -53,20 +55,20 @@ def by_hand(steps: list[list[tuple[list[int], float]]]) -> dict[str, torch.Tenso
     return state(module)
 
 
-def assert_weights(results: list[dict[str, Any]], expected: dict[str, torch.Tensor]) -> None:
+def assert_weights(results: list[dict[str, Any]], steps: list[list[tuple[list[int], float]]]) -> None:
     for result in results:
-        assert_same_weights(result, {"weights": expected})
+        assert_same_weights(result, {"weights": by_hand(steps)})
 
 
 FIRST, SECOND = list(range(8)), list(range(20, 34))  # 2 full batches, and 3 full ones and one of 2 samples
+EPOCH: list[list[tuple[list[int], float]]] = [[(FIRST[:4], 4), (SECOND[:4], 4)], [(FIRST[4:], 4), (SECOND[4:8], 4)]]
 
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])
 def test_stop_ends_the_epoch_for_all(kind: str, world2: World) -> None:
     results = world2.run(train, [FIRST, SECOND], kind, {}, 2)
     assert [r["steps"] for r in results] == [4, 4]
-    epoch = [[(FIRST[:4], 4), (SECOND[:4], 4)], [(FIRST[4:], 4), (SECOND[4:8], 4)]]
-    assert_weights(results, by_hand(epoch * 2))
+    assert_weights(results, EPOCH * 2)
     if kind == "stream":
         of_rank_0, of_rank_1 = (result["warnings"] for result in results)
         assert len(of_rank_0) == 2, "once an epoch"
@@ -79,49 +81,40 @@ def test_stop_ends_the_epoch_for_all(kind: str, world2: World) -> None:
 def test_join_goes_on_with_those_that_have_data(kind: str, world2: World) -> None:
     results = world2.run(train, [FIRST, SECOND], kind, {"uneven_inputs": "join"})
     assert [r["steps"] for r in results] == [4, 4]
-    expected = by_hand(
-        [
-            [(FIRST[:4], 4), (SECOND[:4], 4)],
-            [(FIRST[4:], 4), (SECOND[4:8], 4)],
-            [(SECOND[8:12], 4)],
-            [(SECOND[12:], 2)],
-        ]
-    )
-    assert_weights(results, expected)
-
-
-def test_batches_of_different_sizes_count_by_their_samples(world2: World) -> None:
-    results = world2.run(train, [FIRST[:6], SECOND[:8]], "sized", {})
-    assert_weights(results, by_hand([[(FIRST[:4], 4), (SECOND[:4], 4)], [(FIRST[4:6], 2), (SECOND[4:8], 4)]]))
-
-
-def _ones(batch: Any) -> float:
-    return float((batch[1] == 1).sum()) + 1.0
-
-
-def test_a_function_of_the_batch_weighs_it(world2: World) -> None:
-    results = world2.run(train, [FIRST[:4], SECOND[:4]], "sized", {"loss_reduction": _ones})
-    _, y = dataset(64).tensors
-    weights = [float((y[indices] == 1).sum()) + 1.0 for indices in (FIRST[:4], SECOND[:4])]
-    assert weights[0] != weights[1]
-    assert_weights(results, by_hand([[(FIRST[:4], weights[0]), (SECOND[:4], weights[1])]]))
+    assert_weights(results, [*EPOCH, [(SECOND[8:12], 4)], [(SECOND[12:], 2)]])
 
 
 class SumLoss(Classifier):
+    """The loss of 7 samples in all."""
+
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum") * 0.1
+        return torch.nn.functional.cross_entropy(self(batch[0]), batch[1], reduction="sum") / 7
 
 
-def test_losses_that_are_sums_are_added(world2: World) -> None:
-    case = Case(max_epochs=1, strategy={"loss_reduction": "sum"}, trainer=OWN_SAMPLES)
-    own = {"data": lambda: loader([FIRST[:3], SECOND[:4]][rank()], "sized")}
-    module = SumLoss().double()
-    optimizer = module.configure_optimizers()
-    x, y = dataset(64).tensors
-    indices = FIRST[:3] + SECOND[:4]
-    (torch.nn.functional.cross_entropy(module(x[indices].double()), y[indices], reduction="sum") * 0.1).backward()
-    optimizer.step()
-    assert_weights(world2.run(trained_weights, SumLoss, "ring_ddp", 2, case, **own), state(module))
+def ones(batch: Any) -> float:
+    return float((batch[1] == 1).sum()) + 1.0
+
+
+def weighed(indices: list[int]) -> tuple[list[int], float]:
+    return indices, ones([None, dataset(64).tensors[1][indices]])
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "module", "steps"),
+    [
+        ([FIRST[:6], SECOND[:8]], {}, Classifier, [EPOCH[0], [(FIRST[4:6], 2), (SECOND[4:8], 4)]]),
+        (
+            [FIRST[:4], SECOND[:4]],
+            {"loss_reduction": ones},
+            Classifier,
+            [[weighed(FIRST[:4]), weighed(SECOND[:4])]],
+        ),
+        ([FIRST[:3], SECOND[:4]], {"loss_reduction": "sum"}, SumLoss, [[(FIRST[:3], 3), (SECOND[:4], 4)]]),
+    ],
+    ids=["by their samples", "by a function of the batch", "losses that are sums"],
+)
+def test_what_batches_count(world2: World, samples: Any, options: Any, module: Any, steps: Any) -> None:
+    assert_weights(world2.run(train, samples, "sized", options, make_module=module), steps)
 
 
 def test_a_rank_without_any_data(world2: World) -> None:

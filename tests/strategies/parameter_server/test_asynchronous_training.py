@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import date, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import (
     Callback,
     EarlyStopping,
+    LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -34,7 +36,6 @@ from tests.strategies.tasks import (
     dataset,
     eval_loader,
     fit_module,
-    make_trainer,
     moving_average,
     state,
 )
@@ -70,8 +71,8 @@ class Seen(Classifier):
         optimizer: Any = super().configure_optimizers()
         if not self.schedule:
             return optimizer
-        total = int(self.trainer.estimated_stepping_batches)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=total)
+        total = int(self.trainer.estimated_stepping_batches)  # after more steps the rate is below 0
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
@@ -100,21 +101,19 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def fit(
-    module: Classifier | None = None,
-    loading: dict[str, Any] | None = None,
+    module: Seen | None = None,
+    data: Any = loader,
     options: dict[str, Any] | None = None,
     ckpt_path: str | None = None,
     **overrides: Any,
 ) -> dict[str, Any]:
     module, case = module or Seen(), Case(max_epochs=EPOCHS, strategy=options or {})
-    data = loader(**(loading or {})), eval_loader()
-    trainer = fit_module(module, "async_ps", 2, case, *data, ckpt_path=ckpt_path, **overrides)
+    trainer = fit_module(module, "async_ps", 2, case, data, eval_loader(), ckpt_path=ckpt_path, **overrides)
     return {
-        "rank": trainer.global_rank,
-        "samples": getattr(module, "samples", []),
+        "samples": module.samples,
         "weights": state(module),
-        "validated": getattr(module, "versions", []),
-        "updates": getattr(module, "updates", []),
+        "validated": module.versions,
+        "updates": module.updates,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "steps": trainer.global_step,
         "epochs": trainer.current_epoch,
@@ -143,37 +142,27 @@ class EndsEarly(Seen):
         return -1 if self.global_rank == 1 and batch_idx == 1 else None
 
 
-def slow(rank_: int, *arguments: Any) -> dict[str, Any]:
-    return fit(Seen(slow_rank=rank_), *arguments)
-
-
 @pytest.mark.parametrize(
-    ("slow_rank", "loading", "options"),
-    [(1, {}, {}), (0, {"num_workers": 1}, {"max_staleness": 1})],
-    ids=["1-no workers", "0-a loader's worker, a bound of staleness"],
+    ("module", "data", "options"),
+    [
+        (Seen(slow_rank=1), loader, {}),
+        (Seen(slow_rank=0), partial(loader, num_workers=1), {"max_staleness": 1}),
+        # Rank 0 had ended the epoch before the slow rank 1 gave its second batch back.
+        (EndsEarly(slow_rank=1), loader, {}),
+    ],
+    ids=["1-no workers", "0-a loader's worker, a bound of staleness", "ends early"],
 )
 def test_each_sample_is_trained_on_once_an_epoch(
-    world2: World, slow_rank: int, loading: dict[str, Any], options: dict[str, Any]
+    world2: World, module: Seen, data: Any, options: dict[str, Any]
 ) -> None:
-    results = world2.run(slow, slow_rank, loading, options)
+    results = world2.run(fit, module, data, options)
     assert trained_on(results) == dict.fromkeys(range(EPOCHS), EVERY)
     assert sum(result["steps"] for result in results) == EPOCHS * NUM_BATCHES
     first, second = results
     assert first["weights"]["layers.0.weight"].equal(second["weights"]["layers.0.weight"]), "both end with all updates"
     assert all(n >= NUM_BATCHES * (epoch + 1) for epoch, n in enumerate(first["updates"])), "rank 0 has waited"
-    if not loading:
-        fast, slower = results[1 - slow_rank], results[slow_rank]
-        assert len(fast["samples"]) > len(slower["samples"])
-
-
-def test_batches_that_a_rank_leaves_behind_are_trained_on(world2: World) -> None:
-    """Rank 0 had ended the epoch before the slow rank 1 gave its second batch back."""
-    results = world2.run(leaves_early)
-    assert trained_on(results) == dict.fromkeys(range(2), EVERY)
-
-
-def leaves_early() -> dict[str, Any]:
-    return fit(EndsEarly(slow_rank=1), max_epochs=2)
+    if not options:
+        assert len(first["samples"]) > len(second["samples"])
 
 
 class Accumulates(Seen):
@@ -202,8 +191,7 @@ class Accumulates(Seen):
 
 
 def accumulates(automatic: bool) -> dict[str, Any]:
-    module = Accumulates(automatic=automatic)
-    trained = Servers.trained
+    module, trained = Accumulates(automatic=automatic), Servers.trained
 
     def told(servers: Servers, epoch: int, number: int) -> None:
         module.when_told[module.accumulated] += 1
@@ -212,7 +200,7 @@ def accumulates(automatic: bool) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Servers, "trained", told)
         found = fit(module, max_epochs=1, accumulate_grad_batches=2 if automatic else 1)
-        return {**found, "told": module.when_told}
+    return {**found, "told": module.when_told}
 
 
 @pytest.mark.parametrize("automatic", [True, False])
@@ -233,14 +221,15 @@ def test_all_ranks_end_with_what_rank_0_has(world2: World) -> None:
 
 
 def averages() -> list[dict[str, Any]]:
-    average = moving_average(decay=0.8)
-    # EMAWeightAveraging keeps float32, and would round the weights of another precision when it swaps them.
-    module, later = Buffered(), Buffered()
-    later.norm = nn.Identity()  # type: ignore[assignment]  # SWA makes a further epoch for BatchNorm
-    if isinstance(average, StochasticWeightAveraging):
-        module.norm = nn.Identity()  # type: ignore[assignment]
-    results = [fit(module, None, {"num_servers": 2}, callbacks=[average], max_epochs=2, precision="32-true")]
-    return [*results, fit(later, callbacks=[StochasticWeightAveraging(0.05, swa_epoch_start=1)])]
+    found = []
+    for average in (moving_average(decay=0.8), StochasticWeightAveraging(0.05, swa_epoch_start=1)):
+        module = Buffered()
+        if isinstance(average, StochasticWeightAveraging):
+            module.norm = nn.Identity()  # type: ignore[assignment]  # SWA makes a further epoch for BatchNorm
+        # EMAWeightAveraging keeps float32, and would round the weights of another precision when it swaps them.
+        options: dict[str, Any] = {"callbacks": [average], "max_epochs": 2, "precision": "32-true"}
+        found.append(fit(module, options={"num_servers": 2}, **options))
+    return found
 
 
 class Dated(EarlyStopping):
@@ -286,14 +275,11 @@ VALIDATIONS: list[tuple[dict[str, Any], int]] = [
 ]
 
 
-def validates() -> list[int]:
-    return [len(fit(max_epochs=2, **options)["validated"]) for options, _ in VALIDATIONS]
-
-
 @pytest.mark.filterwarnings("ignore:each worker trains on all batches of its loader")
 def test_rank_0_validates_as_often_as_is_asked(world2: World) -> None:
     """A number of batches was one of rank 0's own, of which an epoch may have too few; a time raised AttributeError."""
-    assert world2.run(validates) == [[number for _, number in VALIDATIONS], [0] * len(VALIDATIONS)]
+    found = world2.run(lambda: [len(fit(max_epochs=2, **options)["validated"]) for options, _ in VALIDATIONS])
+    assert found == [[number for _, number in VALIDATIONS], [0] * len(VALIDATIONS)]
 
 
 def times() -> tuple[int, float]:
@@ -311,17 +297,21 @@ def test_the_timer_of_rank_0_decides(world2: World) -> None:
 
 def test_max_steps_counts_the_steps_of_manual_optimization(world2: World) -> None:
     """It counted batches: a module that steps every second time ended at half of the steps."""
-    steps = world2.run(manually, max_steps=7)
-    assert sum(steps) in (7, 8), "the other rank may complete a step at the end"
+    found = world2.run(fit, Accumulates(automatic=False), max_epochs=-1, max_steps=7)
+    assert sum(result["steps"] for result in found) in (7, 8), "the other rank may complete a step at the end"
 
 
-def manually(**options: Any) -> int:
-    return int(fit(Accumulates(automatic=False), max_epochs=-1, **options)["steps"])
+def saves(path: str, when: Callable[[Any], bool]) -> Callback:
+    """It saves after the batches for which the function of the epoch's loop says so."""
+    return LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: (
+            trainer.save_checkpoint(path) if when(trainer.fit_loop.epoch_loop) else None
+        )
+    )
 
 
-def saves(directory: str) -> dict[str, Any]:
-    keeps = ModelCheckpoint(directory, save_last=True)
-    return fit(Seen("adamw", schedule=True), callbacks=[keeps], enable_checkpointing=True, max_epochs=2)
+def after_the_sixth(loop: Any) -> bool:
+    return bool(loop.batch_idx == 5)
 
 
 def goes_on(path: str, epochs: int) -> dict[str, Any]:
@@ -329,7 +319,8 @@ def goes_on(path: str, epochs: int) -> dict[str, Any]:
 
 
 def test_a_checkpoint_is_one_of_one_device_and_training_goes_on_from_it(world2: World, tmp_path: Path) -> None:
-    first, _ = world2.run(saves, str(tmp_path))
+    options: dict[str, Any] = {"callbacks": [ModelCheckpoint(tmp_path, save_last=True)], "enable_checkpointing": True}
+    first, _ = world2.run(fit, Seen("adamw", schedule=True), max_epochs=2, **options)
     path = str(tmp_path / "last.ckpt")
     saved = torch.load(path, weights_only=False)
     assert saved["state_dict"]["layers.0.weight"].equal(first["weights"]["layers.0.weight"])
@@ -343,63 +334,35 @@ def test_a_checkpoint_is_one_of_one_device_and_training_goes_on_from_it(world2: 
     assert min(result["rate"] for result in results) == pytest.approx(0.0, abs=1e-9), "the schedule counts all updates"
 
 
-class SavesSixth(Callback):
-    """It saves after the sixth batch of a rank."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        if trainer.fit_loop.epoch_loop.batch_idx == 5:
-            trainer.save_checkpoint(self.path)
-
-
 def test_an_epoch_goes_on_where_one_device_has_saved_it(world2: World, tmp_path: Path) -> None:
     """All of the epoch was trained on again."""
     path = str(tmp_path / "one.ckpt")
-    fit_module(Classifier("adamw"), None, 1, Case(max_epochs=1), loader(), callbacks=[SavesSixth(path)])
-    results = world2.run(fit, Seen("adamw"), None, None, path, max_epochs=1)
-    found = trained_on(results)[0]
-    assert max(found.values()) == 1
-    assert found.total() == SAMPLES - 6 * BATCH
-
-
-def saves_while_it_accumulates(path: str) -> None:
-    fit(Seen("adamw", slow_rank=1), callbacks=[SavesSixth(path)], max_epochs=1, accumulate_grad_batches=4)
-
-
-def accumulates_again(path: str) -> dict[str, Any]:
-    return fit(Seen("adamw"), ckpt_path=path, max_epochs=2, accumulate_grad_batches=4)
+    callbacks = [saves(path, after_the_sixth)]
+    fit_module(Classifier("adamw"), None, 1, Case(max_epochs=1), loader(), callbacks=callbacks)
+    found = trained_on(world2.run(fit, Seen("adamw"), ckpt_path=path, max_epochs=1))[0]
+    assert (max(found.values()), found.total()) == (1, SAMPLES - 6 * BATCH)
 
 
 def test_a_run_that_was_saved_between_two_steps_makes_as_many_updates_as_planned(world2: World, tmp_path: Path) -> None:
     """The first update after it was made of two batches, and a further one of the two that were left of the four."""
-    path = tmp_path / "between.ckpt"
-    world2.run(saves_while_it_accumulates, str(path))
+    path, options = str(tmp_path / "between.ckpt"), {"accumulate_grad_batches": 4}
+    callbacks = [saves(path, after_the_sixth)]
+    world2.run(fit, Seen("adamw", slow_rank=1), max_epochs=1, callbacks=callbacks, **options)
     saved = torch.load(path, weights_only=False)
     first = saved["parameter_server"]["first_batch"] // 4
-    results = world2.run(accumulates_again, str(path))
-    made = sum(result["steps"] for result in results) - 2 * saved["global_step"]
-    assert made == 4 - first + 4
+    results = world2.run(fit, Seen("adamw"), ckpt_path=path, max_epochs=2, **options)
+    assert sum(result["steps"] for result in results) - 2 * saved["global_step"] == 4 - first + 4
     found = trained_on(results)
     assert max(found[0].values()) == 1
     assert found[0].total() == SAMPLES - first * 4 * BATCH, "the batches of an update that was not made come again"
     assert found[1] == EVERY
 
 
-def saves_at_the_end_of_an_epoch(path: str) -> None:
-    class Saves(Callback):
-        def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-            if trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
-                trainer.save_checkpoint(path)
-
-    fit(Seen("adamw", slow_rank=0, schedule=True), callbacks=[Saves()], max_epochs=1)
-
-
 def test_the_next_epoch_follows_a_checkpoint_of_the_last_batch(world2: World, tmp_path: Path) -> None:
     """Rank 0 had not trained on all batches of the epoch itself: the next one began where rank 0 had come to."""
     path = str(tmp_path / "last.ckpt")
-    world2.run(saves_at_the_end_of_an_epoch, path)
+    callbacks = [saves(path, lambda loop: loop.batch_progress.is_last_batch)]
+    world2.run(fit, Seen("adamw", slow_rank=0, schedule=True), callbacks=callbacks, max_epochs=1)
     assert trained_on(world2.run(goes_on, path, 2)) == {1: EVERY}
 
 
@@ -428,7 +391,7 @@ def test_schedules_and_max_steps_count_the_updates_of_all(world2: World) -> None
 SCHEDULED: list[tuple[dict[str, Any], int, int]] = [
     ({"limit_train_batches": 5}, 3 * 5, 3 * 20),
     ({"limit_train_batches": 0.6, "accumulate_grad_batches": 2}, 3 * 4, 3 * 28),
-    ({"max_steps": 17, "max_epochs": -1, "loading": {"num_workers": 1}}, 17, 50 + 16),
+    ({"max_steps": 17, "max_epochs": -1, "data": partial(loader, num_workers=1)}, 17, 50 + 16),
     ({"max_steps": 8, "max_epochs": -1, "accumulate_grad_batches": 2}, 8, 50 + 8),
     ({"max_steps": 17, "max_epochs": -1, "min_steps": 15, "min_epochs": 6}, 17, 50 + 16),
 ]
@@ -438,64 +401,37 @@ def scheduled() -> list[dict[str, Any]]:
     return [fit(Seen(schedule=True), **options) for options, *_ in SCHEDULED]
 
 
-class OneCycle(Seen):
-    """Its schedule raises an error when it is stepped more often than it was made for."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
-        scheduler = one_cycle(optimizer, int(self.trainer.estimated_stepping_batches))
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
-
-
-def one_cycle(optimizer: torch.optim.Optimizer, total: int) -> torch.optim.lr_scheduler.OneCycleLR:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total, cycle_momentum=False)
-
-
-def end_of_cycle(total: int) -> float:
-    """The rate after all steps of the schedule."""
-    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.2)
-    schedule = one_cycle(optimizer, total)
-    for _ in range(total):
-        optimizer.step()
-        schedule.step()
-    return schedule.get_last_lr()[0]
-
-
 def loses_word() -> dict[str, Any]:
     """Rank 1 tells nobody of one update in the last epoch, as if it were lost after it: others make it again."""
     trained, untold = Servers.trained, []
 
     def told(servers: Servers, epoch: int, number: int) -> None:
-        if rank() == 1 and epoch == 1 and not untold:
+        if rank() == epoch == 1 and not untold:
             untold.append(number)
         else:
             trained(servers, epoch, number)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Servers, "trained", told)
-        return fit(OneCycle(slow_rank=0), max_epochs=2)
+        return fit(Seen(slow_rank=0, schedule=True), max_epochs=2)
 
 
 def test_a_schedule_ends_where_it_was_planned_to_also_with_an_update_more(world2: World) -> None:
     """OneCycleLR raised an error at the last step of a run that had lost a rank."""
     results = world2.run(loses_word)
     assert sum(result["steps"] for result in results) == 2 * NUM_BATCHES + 1
-    assert results[0]["rate"] == pytest.approx(end_of_cycle(2 * NUM_BATCHES))
+    assert results[0]["rate"] == pytest.approx(0.0, abs=1e-9)
 
 
-def own_batches(kind: str) -> dict[str, Any]:
-    module = OneCycle()
-    case = Case(max_epochs=2, trainer=OWN_BATCHES[kind][0])
-    data = Stream(range(rank(), SAMPLES, 2), SAMPLES) if kind == "stream" else dataset(SAMPLES)
-    trainer = fit_module(module, "async_ps", 2, case, DataLoader(data, batch_size=BATCH))
-    rate = trainer.optimizers[0].param_groups[0]["lr"]
-    return {"steps": trainer.global_step, "rate": rate, "samples": module.samples}
-
-
-# Options, the steps of each rank, and how often a sample is trained on in an epoch.
-OWN_BATCHES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "stream": ({"max_steps": 9, "max_epochs": -1}, 9, 1),
-    "loader": ({"use_distributed_sampler": False}, 2 * NUM_BATCHES, 2),
+# Options, the training data, the steps of each rank, and how often a sample is trained on in an epoch.
+OWN_BATCHES: dict[str, tuple[dict[str, Any], Any, int, int]] = {
+    "stream": (
+        {"max_steps": 9, "max_epochs": -1},
+        lambda: DataLoader(Stream(range(rank(), SAMPLES, 2), SAMPLES), batch_size=BATCH),
+        9,
+        1,
+    ),
+    "loader": ({"use_distributed_sampler": False, "max_epochs": 2}, loader, 2 * NUM_BATCHES, 2),
 }
 
 
@@ -503,63 +439,35 @@ OWN_BATCHES: dict[str, tuple[dict[str, Any], int, int]] = {
 @pytest.mark.parametrize("kind", OWN_BATCHES)
 def test_schedules_count_a_ranks_own_steps_where_its_batches_are_its_own(world2: World, kind: str) -> None:
     """They counted the updates of all ranks, and ended after a part of the run."""
-    results, (_, steps, times) = world2.run(own_batches, kind), OWN_BATCHES[kind]
-    assert [(found["steps"], found["rate"]) for found in results] == [(steps, pytest.approx(end_of_cycle(steps)))] * 2
+    options, data, steps, times = OWN_BATCHES[kind]
+    results = world2.run(fit, Seen(schedule=True), data, **options)
+    assert [(found["steps"], found["rate"]) for found in results] == [(steps, pytest.approx(0.0, abs=1e-9))] * 2
     assert trained_on(results)[0] == Counter({sample: times * count for sample, count in EVERY.items()})
 
 
-def losses() -> tuple[float, float]:
-    """Of the whole data before and after training."""
-    torch.manual_seed(4)
-    module = TwoOptimizers().double()
-    x, y = dataset(SAMPLES).tensors
-
-    def loss() -> float:
-        with torch.no_grad():
-            return float(nn.functional.cross_entropy(module.second(torch.tanh(module.first(x.double()))), y))
-
-    before = loss()
-    fit_module(module, "async_ps", 2, Case(max_epochs=4), loader())
-    return before, loss()
-
-
-def test_manual_optimization_of_two_optimizers(world2: World) -> None:
-    for before, after in world2.run(losses):
-        assert after < 0.8 * before
-
-
-def pairs() -> None:
-    class Pairs(Seen):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch["one"], batch_idx)
-
-    fit_module(Pairs(), "async_ps", 2, Case(max_epochs=1), {"one": loader(), "other": loader()})
-
-
-def test_several_training_loaders_are_refused(world2: World) -> None:
-    world2.run_raising(ValueError, "there are several training loaders", pairs)
-
-
-def twice() -> list[float]:
-    """A fit, an evaluation on all ranks together, and a fit again."""
-    module, values = Seen(), []
-    for _ in range(2):
-        trainer = fit_module(module, "async_ps", 2, Case(max_epochs=1), loader(), eval_loader())
-        values.append(float(trainer.test(module, eval_loader(), verbose=False)[0]["test_loss"]))
-    return values
-
-
 def test_a_program_goes_on_after_the_fit(world2: World) -> None:
-    first, second = world2.run(twice)
+    """Ranks evaluate together."""
+
+    def tests() -> Any:
+        trainer = fit_module(Seen(), "async_ps", 2, Case(max_epochs=1), loader(), eval_loader())
+        return trainer.test(trainer.lightning_module, eval_loader(), verbose=False)
+
+    first, second = world2.run(tests)
     assert first == second
 
 
-def test_what_needs_ranks_in_step_is_refused() -> None:
-    trainer = make_trainer(Case(), "async_ps", 2, callbacks=[LearningRateFinder()])
-    with pytest.raises(ValueError, match="LearningRateFinder: it has all ranks train in step"):
-        trainer.fit(Seen(), loader())
+@pytest.mark.parametrize(
+    ("data", "callbacks", "words"),
+    [
+        (loader(), [LearningRateFinder()], "LearningRateFinder: it has all ranks train in step"),
+        ({"one": loader(), "other": loader()}, [], "there are several training loaders"),
+    ],
+)
+def test_what_needs_ranks_in_step_is_refused(world2: World, data: Any, callbacks: list[Callback], words: str) -> None:
+    world2.run_raising(ValueError, words, fit, data=data, callbacks=callbacks)
 
 
-def test_no_staleness_is_synchronous(world2: World) -> None:
-    case = Case(max_epochs=1, strategy={"max_staleness": 0}, trainer={"accumulate_grad_batches": 2})
-    assert_trains_alike(world2, Classifier, "async_ps", case)
+@pytest.mark.parametrize(("module", "accumulate"), [(Classifier, 2), (TwoOptimizers, 1)])
+def test_no_staleness_is_synchronous(world2: World, module: Any, accumulate: int) -> None:
+    case = Case(max_epochs=1, strategy={"max_staleness": 0}, trainer={"accumulate_grad_batches": accumulate})
+    assert_trains_alike(world2, module, "async_ps", case)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, Throug
 from lightning_multigpu.job import failure_watch
 from tests.modules import Normalised, ReadsGradients
 from tests.report.shape import assert_follows_schema
-from tests.strategies.data_parallel.test_sharded import trained
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -45,30 +43,16 @@ def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **option
     return fit_module(module, name, 1 if name is None else 2, case, **options)
 
 
-trained_on_one_device = functools.cache(functools.partial(trained, strategy=None, ranks=1))
-
-
-@pytest.mark.parametrize("name", ["ring_ddp", "cpu_ps", "sync_ps"])
-@pytest.mark.parametrize("kind", ["hooks that read gradients", "manual optimization of two optimizers"])
-def test_unmodified_modules(world2: World, kind: str, name: str) -> None:
-    """test_sharded.py has these and more; ring_ddp is here since it averages gradients in hooks of its own."""
-    reference = trained_on_one_device(kind)
-    for result in world2.run(trained, kind, name, 2):
-        assert_same_weights(result, reference)
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
-        assert result["steps"] == reference["steps"]
-
-
 def traffic(name: str) -> list[dict[Any, Any]]:
-    module = Classifier("adamw")
-    trainer = fit(module, name, callbacks=[CommunicationMonitor()])
+    trainer = fit(Classifier("adamw"), name, callbacks=[CommunicationMonitor()])
     strategy: Any = trainer.strategy
     strategy.meter.flush()
-    operations = [{(t.operation, t.group): (t.size_bytes, t.sent_bytes, t.memory_bytes) for t in step.operations}
-                  for step in strategy.meter.steps]  # fmt: skip
     assert trainer.callback_metrics["parameter_server/push_ms"] > 0
     assert trainer.callback_metrics["parameter_server/pull_ms"] > 0
-    return operations
+    return [
+        {(t.operation, t.group): (t.size_bytes, t.sent_bytes, t.memory_bytes) for t in step.operations}
+        for step in strategy.meter.steps
+    ]
 
 
 @pytest.mark.parametrize(("name", "group"), [("cpu_ps", "host"), ("sharded_ps", "servers")])
@@ -155,27 +139,24 @@ def test_ranks_begin_with_the_weights_of_the_first_and_the_whole_state_is_there_
             torch.testing.assert_close(found["state"][number][name], value, rtol=1e-9, atol=1e-12)
 
 
-def statistics(name: str) -> tuple[Tensor, Tensor, int]:
-    """This rank's mean of its batches, and the mean that stands in the buffer at the end."""
+def statistics(name: str) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's mean of its batches, and the buffers at the end."""
     module, own = Normalised(), torch.zeros(6, dtype=torch.float64)
 
-    def see(_: Any, arguments: tuple[Tensor, ...]) -> None:
-        own.mul_(0.9).add_(0.1 * arguments[0].mean(0))
+    def see(_: Any, inputs: tuple[Tensor, ...]) -> None:
+        own.mul_(0.9).add_(0.1 * inputs[0].mean(0))
 
     module.normalise.register_forward_pre_hook(see)
     fit(module, name)
-    mean, batches = module.normalise.running_mean, module.normalise.num_batches_tracked
-    assert mean is not None
-    assert batches is not None
-    return own, mean, int(batches)
+    return own, dict(module.normalise.named_buffers())
 
 
 @both
 def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World, name: str) -> None:
-    (first, mean, batches), (second, other, _) = world2.run(statistics, name)
-    torch.testing.assert_close(mean, (first + second) / 2, rtol=1e-9, atol=1e-12)
-    assert torch.equal(mean, other)
-    assert batches == 7
+    (first, buffers), (second, others) = world2.run(statistics, name)
+    torch.testing.assert_close(buffers["running_mean"], (first + second) / 2, rtol=1e-9, atol=1e-12)
+    assert torch.equal(buffers["running_mean"], others["running_mean"])
+    assert buffers["num_batches_tracked"] == 7
 
 
 def test_one_device_trains_with_its_optimizer_elsewhere() -> None:
@@ -190,29 +171,15 @@ def test_several_hosts_are_refused_before_anything_starts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_nodes", "options", "expected_mb"),
-    [(1, {}, 4), (2, {}, 1), (1, {"servers": "external"}, 1), (2, {"bucket_cap_mb": 0.5}, 0.5)],
-)
-def test_buckets_are_smaller_on_a_network(num_nodes: int, options: dict[str, Any], expected_mb: float) -> None:
-    strategy = ParameterServerStrategy(**options)
-    strategy.num_nodes = num_nodes
-    assert strategy._bucket_bytes == expected_mb * 2**20
-
-
-@pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"num_servers": 0}, "num_servers="),
-        ({"num_servers": 1.5}, "num_servers="),
         ({"num_servers": "node"}, "num_servers="),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb="),
         ({"servers": ["10.0.0.5:7000"]}, "servers="),
         ({"optimizer_split": "rows"}, "optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"),
         ({"mode": "asynchronous"}, "mode='asynchronous' is not one of the choices"),
         ({"max_staleness": 3}, "max_staleness=3: with mode='sync' no gradients are stale"),
         ({"mode": "async", "max_staleness": -1}, "max_staleness=-1"),
-        ({"mode": "async", "max_staleness": 1.5}, "max_staleness=1.5"),
-        ({"mode": "async", "max_staleness": False}, "max_staleness=False is not a whole number"),
         ({"mode": "async", "uneven_inputs": "join"}, "uneven_inputs='join': with mode='async' no rank waits"),
         ({"mode": "async", "check_replicas_every_n_steps": 5}, "check_replicas_every_n_steps=5: with mode='async'"),
     ],
@@ -256,12 +223,11 @@ class Interrupted(Classifier):
             strategy._processes[0]._process.kill()
 
 
-def interrupted() -> None:
-    with mock.patch.object(failure_watch, "_SETTLE_S", 0.5):  # for a rank that knows the cause
-        fit(Interrupted(), "sync_ps")
-
-
 def test_a_server_that_is_killed_ends_the_run_and_is_named(world2: World) -> None:
+    def interrupted() -> None:
+        with mock.patch.object(failure_watch, "_SETTLE_S", 0.5):  # for a rank that knows the cause
+            fit(Interrupted(), "sync_ps")
+
     words = r"parameter server 0 of 1 \(127.0.0.1\) has ended"
     world2.run_raising(RuntimeError, words, interrupted)
 

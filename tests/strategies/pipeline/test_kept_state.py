@@ -352,6 +352,14 @@ class LayersWithLimits(Plain):
         self.layers = nn.Sequential(*(Limited(6, 6) for _ in range(4)), nn.Linear(6, 3))
 
 
+class LimitsWeights(LayersWithLimits):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.clamp_(-0.2, 0.2)
+        return super().training_step(batch, batch_idx)
+
+
 WAYS = ("parameter", "frozen parameter", "value", "data", "buffer", "attribute")
 
 
@@ -373,10 +381,12 @@ def test_layers_that_set_themselves_up_took_the_first_micro_batch(world2: World)
 
 
 def test_what_steps_change_by_themselves_has_to_be_the_same_for_parts_of_a_batch(world2: World) -> None:
-    """An average of weights moved once a micro-batch."""
+    """An average of weights moved once a micro-batch; a limit under ``no_grad`` ended with autograd's raw text."""
     words = "the step changes parameter mean of Follows by itself.*on_train_batch_start"
     world2.run_raising(ValueError, words, fitted, Follows, case=CASE, num_micro_batches=2)
-    for kind, parts in ((LayersWithLimits, 4), (LayersWithLimits, 1)):
+    words = "is changed in place by the step, as where it limits .*and 3 micro-batches .*num_micro_batches=1"
+    world2.run_raising(PipelineError, words, fitted, LimitsWeights, case=CASE, num_micro_batches=4)
+    for kind, parts in ((LayersWithLimits, 4), (LayersWithLimits, 1), (LimitsWeights, 1)):
         reference = fitted(kind, 1, case=CASE)
         for result in world2.run(fitted, kind, case=CASE, num_micro_batches=parts):
             assert_same_weights(result, reference)

@@ -11,7 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -42,15 +42,6 @@ class Averages(Callback):
 
     def on_save_checkpoint(self, trainer: L.Trainer, module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         checkpoint["averages"] = tuple(self.kept)
-
-
-class Saves(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
-        trainer.strategy.barrier()
 
 
 class Keeps(Classifier):
@@ -93,7 +84,8 @@ def _plain(value: Any) -> Any:
 
 def kept(strategy: str | None, ranks: int, path: str) -> Any:
     module, averages = Keeps(), Averages()
-    fit_module(module, strategy, ranks, CASE, callbacks=[averages, Saves(path)])
+    saves = LambdaCallback(on_train_epoch_end=lambda trainer, _: trainer.save_checkpoint(path))
+    fit_module(module, strategy, ranks, CASE, callbacks=[averages, saves])
     written = torch.load(path, weights_only=False)
     return _plain([module.kept, averages.kept, written["kept"], written["averages"], written["callbacks"]])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,31 +47,24 @@ def sizes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
     return {"data_parallel_size": data, "pipeline_parallel_size": pipeline, "tensor_parallel_size": tensor}
 
 
-def under(case: Case, **options: Any) -> Case:
-    return Case(**{**vars(case), "strategy": options})
-
-
 def test_pipelines_of_whole_layers_side_by_side(world4: World) -> None:
     """The other shapes are those of test_gradients_in_hooks.py."""
     case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=1)
     reference: Any = fit(case, None, 1)
-    for result in world4.run(fit, under(case, **sizes(2, 2, 1)), "hybrid", 4):
+    for result in world4.run(fit, replace(case, strategy=sizes(2, 2, 1)), "hybrid", 4):
         assert_same_weights(result, reference)
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
 
 
-PIPELINES: dict[str, dict[str, Any]] = {
-    "interleaved": {"schedule": "interleaved"},
-    "zero bubble": {"schedule": "zero_bubble"},
-    "by memory, checkpointed": {"balance": "memory", "activation_checkpointing": True},
-}
-
-
-@pytest.mark.parametrize("name", PIPELINES)
-def test_pipelines_of_split_layers(world4: World, name: str) -> None:
+@pytest.mark.parametrize(
+    "pipeline",
+    [{"schedule": "interleaved"}, {"schedule": "zero_bubble"}, {"balance": "memory", "activation_checkpointing": True}],
+    ids=str,
+)
+def test_pipelines_of_split_layers(world4: World, pipeline: dict[str, Any]) -> None:
     case = Case(trainer=CLIPPED, max_epochs=1)
     reference: Any = fit(case, None, 1)
-    for result in world4.run(fit, under(case, pipeline=PIPELINES[name]), "hybrid", 4):
+    for result in world4.run(fit, replace(case, strategy={"pipeline": pipeline}), "hybrid", 4):
         assert_same_weights(result, reference)
 
 
@@ -180,19 +175,19 @@ def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[i
     assert pipeline == {} or results[0]["held"] == 0, "the last stage has no parameters"
 
 
-def moved(ranks: int) -> dict[str, Any]:
-    task = Dealt(partial(normed, 4))
-    strategy = hybrid(pipeline={"balance": "time"}) if ranks > 1 else "auto"
+def fit_task(make: Callable[[], L.LightningModule], strategy: Any, ranks: int, **options: Any) -> dict[str, Any]:
+    task = make()
     with pytest.MonkeyPatch.context() as patch:  # of what has been measured
         patch.setattr(StageCosts, "bounds", lambda self, balance: [(0, 1), (1, 4)])
-        make_trainer(Case(max_epochs=1), strategy, ranks, gradient_clip_val=0.5).fit(task)
+        make_trainer(Case(max_epochs=1), strategy, ranks, **options).fit(task)
     return {"weights": state(task)}
 
 
 def test_whole_layers_within_blocks_that_move_to_another_stage(world4: World) -> None:
     """The norms of queries get a part of their gradient on each rank of a tensor group."""
-    reference = moved(1)
-    for result in world4.run(moved, 4):
+    make, options = partial(Dealt, partial(normed, 4)), {"gradient_clip_val": 0.5}
+    reference = fit_task(make, "auto", 1, **options)
+    for result in world4.run(lambda: fit_task(make, hybrid(pipeline={"balance": "time"}), 4, **options)):
         assert_same_weights(result, reference)
 
 
@@ -205,16 +200,11 @@ class SometimesNormed(Dealt):
                 part.is_normed = batch_idx % 2 == 0
 
 
-def normed_sometimes(ranks: int) -> dict[str, Any]:
-    task, strategy = SometimesNormed(normed), make_strategy("hybrid", **sizes(1, 1, 2)) if ranks > 1 else "auto"
-    make_trainer(Case(max_epochs=1), strategy, ranks).fit(task)
-    return {"weights": state(task)}
-
-
 def test_whole_layers_within_blocks_that_a_batch_does_not_use(world2: World) -> None:
     """They got a gradient of zeros, and momentum moved them; one device leaves them alone."""
-    reference = normed_sometimes(1)
-    for result in world2.run(normed_sometimes, 2):
+    make = partial(SometimesNormed, normed)
+    reference = fit_task(make, "auto", 1)
+    for result in world2.run(lambda: fit_task(make, make_strategy("hybrid", **sizes(1, 1, 2)), 2)):
         assert_same_weights(result, reference)
 
 
@@ -243,7 +233,7 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
     case = Case(max_epochs=1)
     reference: Any = fit(case, None, 1)
     options = {**sizes(2, 1, 2), "compression": "int8", "shared_memory": False}
-    for result in world4.run(fit, under(case, **options), "hybrid", 4):
+    for result in world4.run(fit, replace(case, strategy=options), "hybrid", 4):
         flat, expected = (
             torch.cat([value.flatten() for value in each["weights"].values()]) for each in (result, reference)
         )
@@ -265,20 +255,16 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
         ({**sizes(1, 1, 4), "pipeline": {"schedule": "interleaved"}}, "pass pipeline_parallel_size=2"),
         ({"num_nodes": 2, "tensor_parallel_size": 8}, "a host has 4 ranks"),
         ({"pipeline": {"gather_at_end": False}, "start_method": "spawn"}, "the parts of the model would be lost"),
+        *(
+            (options, "has no option")
+            for options in ({"pipeline": {"scheduel": "gpipe"}}, {"tensor": {"plans": "auto"}}, {"module": "x"})
+        ),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
     num_nodes = options.pop("num_nodes", 1)
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(TypeError if "has no option" in words else ValueError, match=words):
         make_trainer(Case(), make_strategy("hybrid", **options), 4, num_nodes=num_nodes)
-
-
-@pytest.mark.parametrize(
-    "options", [{"pipeline": {"scheduel": "gpipe"}}, {"tensor": {"plans": "auto"}}, {"module": "x"}]
-)
-def test_unknown_options_are_named(options: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match="has no option"):
-        make_strategy("hybrid", **options)
 
 
 @pytest.mark.parametrize(

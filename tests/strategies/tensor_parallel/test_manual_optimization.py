@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.modules import TwoOptimizers
-from tests.strategies.tasks import Case, assert_same_weights, fit_module, state
+from tests.strategies.tasks import Case, assert_trains_alike
 from tests.world import World
 
 
@@ -29,23 +29,11 @@ class Closures(TwoOptimizers):
         return loss
 
 
-def train(kind: type[TwoOptimizers], ranks: int, **options: Any) -> dict[str, Any]:
-    module, case = kind(), Case(max_epochs=1, strategy=options)
-    trainer: Any = fit_module(module, "tensor_split" if ranks > 1 else None, ranks, case)
-    assert ranks == 1 or trainer.strategy.split_plan().blocks
-    return {"weights": state(module), "steps": trainer.global_step}
-
-
 def test_closures_train_as_one_device_does(world2: World) -> None:
     """Refused while splits were compared by the loss of a step; the trial of a split must not step, clamp or count."""
-    expected = train(Closures, 1)
-    for found in world2.run(train, Closures, 2):
-        assert_same_weights(found, expected)
-        assert found["steps"] == expected["steps"]
+    assert_trains_alike(world2, Closures, "tensor_split", Case(max_epochs=1))
 
 
 def test_groups_side_by_side_average_what_is_stepped_by_hand(world4: World) -> None:
-    expected = train(TwoOptimizers, 1)
-    for found in world4.run(train, TwoOptimizers, 4, data_parallel_size=2, find_unused_parameters=True):
-        assert_same_weights(found, expected)
-        assert found["steps"] == expected["steps"]
+    options = {"data_parallel_size": 2, "find_unused_parameters": True}
+    assert_trains_alike(world4, TwoOptimizers, "tensor_split", Case(max_epochs=1, strategy=options))

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -103,39 +105,43 @@ def of_hugging_face(kind: str, head: str, **options: Any) -> nn.Module:
 GPT2 = {"n_embd": WIDTH, "n_layer": 2, "n_head": HEADS, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
 T5 = {"d_model": WIDTH, "d_kv": 4, "d_ff": 20, "num_layers": 2, "num_heads": HEADS, "dropout_rate": 0.0}
 LLAMA = {**LAYERS, "num_key_value_heads": 2}
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "gpt2": lambda: of_hugging_face("GPT2", "LMHeadModel", n_positions=8, **GPT2),
-    "llama": lambda: of_hugging_face("Llama", "ForCausalLM", **LLAMA),
-    "phi3": lambda: of_hugging_face("Phi3", "ForCausalLM", **LLAMA),
-    "qwen3": lambda: of_hugging_face("Qwen3", "ForCausalLM", head_dim=6, **LLAMA),
-    "bert": lambda: of_hugging_face("Bert", "ForSequenceClassification", num_labels=3, **LAYERS, **NO_DROPOUT),
-    "t5": lambda: of_hugging_face("T5", "ForConditionalGeneration", decoder_start_token_id=0, **T5),
-    "fused": fused,
-    "normed": normed,
-    "by heads": lambda: Language(Block(Attention("heads"), Gated(fused=False))),
-    "grouped": lambda: Language(*(Block(Grouped(), Gated(fused=False)) for _ in range(2))),
-    "encoder": lambda: Language(encoder()),
-    "decoder": lambda: Language(Decoder()),
-    "one bad block": lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
-    "mapped": lambda: Language(*(Block(Attention(), Mapped(nn.GELU())) for _ in range(2))),
-    "equal layers": lambda: Language(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
-}
-FOUND: dict[str, dict[str, int]] = {
-    "gpt2": {"vocabulary": 1, "attention": 2, "first, second": 2},
-    "llama": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
-    "phi3": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
-    "qwen3": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
-    "bert": {"vocabulary": 1, "attention": 2, "first, second": 3},
-    "t5": {"vocabulary": 1, "attention": 2, "first, second": 4},  # its own attention has a bias for each head
-    "fused": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
-    "normed": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
-    "by heads": {"vocabulary": 1, "attention": 1, "gate, up, down": 1},
-    "grouped": {"vocabulary": 1, "attention": 2, "gate, up, down": 2},
-    "encoder": {"vocabulary": 1, "attention": 2, "first, second": 2},
-    "decoder": {"vocabulary": 1, "attention": 4, "first, second": 2},
-    "one bad block": {"vocabulary": 1, "first, second": 4},
-    "mapped": {"vocabulary": 1, "attention": 2},
-    "equal layers": {"vocabulary": 1, "first, second": 2},
+GATED = {"vocabulary": 1, "attention": 2, "gate, up, down": 2}
+PAIRS = {"vocabulary": 1, "attention": 2, "first, second": 2}
+# How a model is made, and the blocks that are found in it.
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
+    "gpt2": (partial(of_hugging_face, "GPT2", "LMHeadModel", n_positions=8, **GPT2), PAIRS),
+    "llama": (partial(of_hugging_face, "Llama", "ForCausalLM", **LLAMA), GATED),
+    "phi3": (partial(of_hugging_face, "Phi3", "ForCausalLM", **LLAMA), GATED),
+    "qwen3": (partial(of_hugging_face, "Qwen3", "ForCausalLM", head_dim=6, **LLAMA), GATED),
+    "bert": (
+        partial(of_hugging_face, "Bert", "ForSequenceClassification", num_labels=3, **LAYERS, **NO_DROPOUT),
+        PAIRS | {"first, second": 3},
+    ),
+    "t5": (  # its own attention has a bias for each head
+        partial(of_hugging_face, "T5", "ForConditionalGeneration", decoder_start_token_id=0, **T5),
+        PAIRS | {"first, second": 4},
+    ),
+    "fused": (fused, GATED),
+    "normed": (normed, GATED),
+    "by heads": (
+        lambda: Language(Block(Attention("heads"), Gated(fused=False))),
+        {"vocabulary": 1, "attention": 1, "gate, up, down": 1},
+    ),
+    "grouped": (lambda: Language(*(Block(Grouped(), Gated(fused=False)) for _ in range(2))), GATED),
+    "encoder": (lambda: Language(encoder()), PAIRS),
+    "decoder": (lambda: Language(Decoder()), PAIRS | {"attention": 4}),
+    "one bad block": (
+        lambda: Language(*(FeedForward(nn.Softmax(-1) if i == 2 else nn.GELU()) for i in range(5))),
+        {"vocabulary": 1, "first, second": 4},
+    ),
+    "mapped": (
+        lambda: Language(*(Block(Attention(), Mapped(nn.GELU())) for _ in range(2))),
+        {"vocabulary": 1, "attention": 2},
+    ),
+    "equal layers": (
+        lambda: Language(*(part for _ in range(4) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh()))),
+        {"vocabulary": 1, "first, second": 2},
+    ),
 }
 # These compute norms, softmax or losses in float32 whatever the precision.
 RTOL = dict.fromkeys(("gpt2", "qwen3", "t5", "bert"), 1e-4)
@@ -176,7 +182,7 @@ class Unfreezing(Callback):
 def train(
     model: str, ranks: int, *, kind: type[Task] = Task, unfreezes: bool = False, **options: Any
 ) -> dict[str, Any]:
-    task, noting = kind(MODELS[model]), Noting()
+    task, noting = kind(MODELS[model][0]), Noting()
     case = replace(CASE, max_epochs=2 if unfreezes else 1, strategy=options)
     of_trainer: dict[str, Any] = {"callbacks": [noting, *[Unfreezing()] * unfreezes], "gradient_clip_val": 0.5}
     fit_module(task, "tensor_split" if ranks > 1 else None, ranks, case, text(), text(6), **of_trainer)
@@ -193,7 +199,7 @@ def on_one_device(model: str) -> dict[str, Any]:
 def test_models_train_as_on_one_device(world2: World, model: str) -> None:
     reference = on_one_device(model)
     for result in world2.run(train, model, 2):
-        assert result["split"] == FOUND[model]
+        assert result["split"] == MODELS[model][1]
         assert result["classes"] == {nn.Parameter}
         rtol = RTOL.get(model, 1e-9)
         assert_same_weights(result, reference, rtol=rtol)
@@ -212,26 +218,42 @@ def test_models_train_as_on_one_device(world2: World, model: str) -> None:
             assert f"{layer}.k_proj" not in found
 
 
-@pytest.mark.parametrize(
-    ("model", "options"),
-    [
-        ("gpt2", {}),
-        ("equal layers", {"activation_checkpointing": [nn.Linear]}),
-    ],
-)
-def test_split_layers_are_computed_again(world2: World, model: str, options: dict[str, Any]) -> None:
-    reference = on_one_device(model)
-    for result in world2.run(train, model, 2, **{"activation_checkpointing": True, **options}):
-        assert result["split"] == FOUND[model]
-        rtol = RTOL.get(model, 1e-9)
-        assert_same_weights(result, reference, rtol=rtol)
+def saved(path: Path) -> dict[str, Tensor]:
+    from safetensors.torch import save_file
+
+    def save(trainer: L.Trainer, module: Any) -> None:
+        module.model.save_pretrained(path)
+        whole = {name: trainer.strategy.whole(value) for name, value in module.model.state_dict().items()}  # type: ignore[attr-defined]
+        if trainer.is_global_zero:
+            save_file(whole, path / "by_hand.safetensors")
+
+    task = Task(MODELS["gpt2"][0])
+    fit_module(task, "tensor_split", 2, CASE, text(), callbacks=[LambdaCallback(on_train_epoch_end=save)])
+    return {name.removeprefix("model."): value for name, value in state(task).items()}
+
+
+def test_models_of_hugging_face_are_saved_whole(world2: World, tmp_path: Path) -> None:
+    """``save_pretrained`` looks at addresses in memory, which was refused, and writes on the first rank alone."""
+    from safetensors.torch import load_file
+
+    expected = world2.run(saved, tmp_path)[0]
+    torch.testing.assert_close(load_file(tmp_path / "by_hand.safetensors"), expected)
+    del expected["lm_head.weight"]  # which is the embedding's
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize(("model", "choice"), [("gpt2", True), ("equal layers", [nn.Linear])])
+def test_split_layers_are_computed_again(world2: World, model: str, choice: Any) -> None:
+    for result in world2.run(train, model, 2, activation_checkpointing=choice):
+        assert result["split"] == MODELS[model][1]
+        assert_same_weights(result, on_one_device(model), rtol=RTOL.get(model, 1e-9))
 
 
 def test_layers_that_are_frozen_in_the_first_batch_are_trained_later(world2: World) -> None:
     """A norm of queries, frozen while the split was tried, had a rank's part of its gradient when it was unfrozen."""
     reference = train("normed", 1, unfreezes=True)
     for result in world2.run(train, "normed", 2, unfreezes=True):
-        assert result["split"] == FOUND["normed"]
+        assert result["split"] == GATED
         assert_same_weights(result, reference)
 
 
@@ -248,20 +270,17 @@ def test_dropout_is_drawn_again_by_layers_that_are_computed_again(world2: World)
 
 def test_ranks_without_heads_of_their_own(world4: World) -> None:
     """Two heads of keys and values on four ranks: attention without heads ended a rank's process under torch 2.11."""
-    reference = on_one_device("grouped")
     for result in world4.run(train, "grouped", 4):
-        assert result["split"] == FOUND["grouped"]
-        assert_same_weights(result, reference)
+        assert result["split"] == GATED
+        assert_same_weights(result, on_one_device("grouped"))
 
 
 def test_groups_side_by_side(world4: World) -> None:
     """Two data ranks of two tensor ranks each; the data ranks average through a ring."""
-    case = Case(
-        optimizer="adamw", trainer={"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}, validate=True, max_epochs=1
-    )
+    options = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
+    case = Case(optimizer="adamw", trainer=options, validate=True, max_epochs=1)
     reference: Any = fit(case, None, 1)
-    sizes = Case(**{**vars(case), "strategy": {"tensor_parallel_size": 2}})
-    for result in world4.run(fit, sizes, "tensor_split", 4):
+    for result in world4.run(fit, replace(case, strategy={"tensor_parallel_size": 2}), "tensor_split", 4):
         assert_same_weights(result, reference)
         assert result["metrics"] == pytest.approx(reference["metrics"], rel=1e-9)
 
@@ -396,10 +415,6 @@ def test_compiled_layers_are_refused(name: str) -> None:
 class ReadsGradients(Task):
     """Its hooks read whole gradients and weights, and change them."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[float] = []
-
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
             assert parameter.grad is not None
@@ -415,10 +430,6 @@ class ReadsGradients(Task):
 class StepsByHand(Task):
     """Clips between its closure and the step, and leaves a step out."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norms: list[float] = []
-
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
@@ -431,14 +442,14 @@ class StepsByHand(Task):
         self.norms += [float(parameter.detach().norm()) for parameter in self.parameters()]
 
 
-def reads_gradients(ranks: int, kind: type[ReadsGradients | StepsByHand]) -> dict[str, Any]:
+def reads_gradients(ranks: int, kind: type[Task]) -> dict[str, Any]:
     task = kind()
     fit_module(task, "tensor_split" if ranks > 1 else None, ranks, CASE, text())
     return {"weights": state(task), "norms": task.norms}
 
 
 @pytest.mark.parametrize("kind", [ReadsGradients, StepsByHand])
-def test_hooks_read_whole_gradients(world2: World, kind: type[ReadsGradients | StepsByHand]) -> None:
+def test_hooks_read_whole_gradients(world2: World, kind: type[Task]) -> None:
     """They read a rank's part: norms of Lightning's grad_norm were too small, and ranks clipped by different ones."""
     reference = reads_gradients(1, kind)
     for result in world2.run(reads_gradients, 2, kind):

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 from typing_extensions import override
 
-from lightning_multigpu.communication.compression import GradientPiece
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat, size_bytes
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
@@ -144,10 +143,9 @@ class StageSums:
 class DataAxis:
     """The ranks that hold the same stage of several pipelines; every method is a collective of these ranks."""
 
-    def __init__(self, reducer: GradientReducer, bookkeeping: MeteredGroup, module: Module) -> None:
+    def __init__(self, reducer: GradientReducer, bookkeeping: MeteredGroup) -> None:
         self._reducer = reducer
         self._bookkeeping = bookkeeping
-        self._module = module
 
     def average_gradients(self, parameters: Sequence[Parameter]) -> None:
         """Gives every rank the average of the ranks' gradients; a missing gradient counts as zero.
@@ -169,17 +167,14 @@ class DataAxis:
                 "several pipelines side by side do not average sparse gradients; make the embedding with "
                 "sparse=False, or use one pipeline"
             )
-        pieces: dict[int, GradientPiece] = {}
-        if self._reducer.compressed is not None:
-            names = {parameter: name for name, parameter in self._module.named_parameters()}
-            pieces = {id(g): GradientPiece(names[p], tuple(p.shape)) for p, g in zip(averaged, gradients, strict=True)}
+        owners = {id(gradient): id(parameter) for parameter, gradient in zip(averaged, gradients, strict=True)}
         # Ranks of a tensor group have different parts, and the same whole gradients, which must stay equal to the bit.
         # Rounding and compression of a gradient depend on its bucket, so whole gradients have buckets of their own.
         for is_part in (True, False):
             alike_ones = [g for p, g in zip(averaged, gradients, strict=True) if (split_of(p) is not None) is is_part]
             for bucket in alike(alike_ones, full_bytes=_BUCKET_BYTES):
-                of_bucket = [pieces[id(gradient)] for gradient in bucket] if pieces else []
-                apply_flat(functools.partial(self._reducer.average, pieces=of_bucket), bucket)
+                key = tuple(owners[id(gradient)] for gradient in bucket)
+                apply_flat(functools.partial(self._reducer.average, key=key), bucket)
 
 
 class RemoteGradient(Placeholder):

@@ -14,6 +14,7 @@ that, and any other use of the layers raises.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +28,6 @@ from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu._torch_compat import is_transformed
-from lightning_multigpu.engine.activation_checkpointing import runs_in_checkpoint
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain, uncompiled
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
@@ -218,7 +218,7 @@ class LayerInterception:
                 f"layer {self._name(index)} is called outside of the step, as torch.utils.checkpoint does in backward: "
                 "leave the checkpoint around the layers out, and pass activation_checkpointing=True to the strategy"
             )
-        if self._with_grad and not torch.is_grad_enabled() and runs_in_checkpoint():  # a reentrant one
+        if self._with_grad and not torch.is_grad_enabled() and _runs_in_checkpoint():  # a reentrant one
             raise PipelineError(
                 f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
                 "backward, outside of the step: leave the checkpoint around the layers out, and pass "
@@ -382,3 +382,11 @@ def _put(layer: Module, entries: dict[str, Any]) -> dict[str, Any]:
 def _version(tensor: Tensor) -> int:
     """The number of writes in place; 0 for tensors made in inference mode, which do not count them."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _runs_in_checkpoint() -> bool:
+    """Whether the caller runs within ``torch.utils.checkpoint``."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != torch.utils.checkpoint.__file__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

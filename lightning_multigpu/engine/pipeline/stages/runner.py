@@ -22,6 +22,11 @@ from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, e
 
 _DEPTH = 8  # of operations from the loss, in its form
 _MOST_NODES = 2000
+_CHANGED = (
+    "a tensor that the backward pass of a micro-batch needs is changed in place by the step, as where it limits or "
+    "normalises weights under torch.no_grad(), and {} micro-batches are under way together. Make the change in "
+    "on_train_batch_start, which comes once a batch, or pass num_micro_batches=1 ({})"
+)
 
 
 class PipelineRunner:
@@ -102,6 +107,10 @@ class PipelineRunner:
                     stage.begin([kinds[m] for m in self._micro_batches], alternates=alternates)
                 try:
                     self._order.run(count)
+                except RuntimeError as error:
+                    if count == 1 or "modified by an inplace operation" not in str(error):
+                        raise
+                    raise PipelineError(_CHANGED.format(count, error)) from error
                 finally:
                     for stage in self.stages:
                         stage.drop()

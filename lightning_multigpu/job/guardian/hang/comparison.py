@@ -20,6 +20,9 @@ COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "re
 _POINT_TO_POINT = ("pipeline", "checkpoint")
 
 
+Mismatch = list[tuple[int, str]]  # two ranks, and the collective in which each waits
+
+
 class View(NamedTuple):
     """One rank, as its host's guardian has seen it.
 
@@ -63,11 +66,11 @@ def calls(view: View) -> list[Entry]:
 
 def absent(call: Entry, there: Collection[int], views: Mapping[int, View]) -> list[int]:
     """The ranks that certainly have not come to ``call``, or have come with another operation."""
+    if not call.operation.startswith(COLLECTIVES) or call.group in _POINT_TO_POINT:
+        return []
     if not call.number:
         # Only the stack shows it, and not its group: several ranks may be all of the group.
         return [rank for rank in views if rank not in there] if len(there) == 1 else []
-    if call.operation not in COLLECTIVES or call.group in _POINT_TO_POINT:
-        return []
     members = parse_ranks(call.ranks) or views
     return [rank for rank in members if rank in views and rank not in there and _is_elsewhere(views[rank], call)]
 
@@ -76,13 +79,9 @@ def _is_elsewhere(view: View, call: Entry) -> bool:
     entry = next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
     if entry is None or entry.state not in (UNDER_WAY, AWAITED):
         return entry is None or entry.begun < call.number
-    # A thread that is at an earlier collective of the group may still come.
-    is_only = (entry.state, entry.begun, entry.number) == (
-        AWAITED,
-        call.begun,
-        call.number,
-    ) and call.begun == call.number
-    return is_only and entry.operation != call.operation
+    # A thread at an earlier collective of the group may still come; an operation is sure if the group has no other.
+    is_only = entry.begun == entry.number == call.begun == call.number
+    return entry.state == AWAITED and is_only and entry.operation != call.operation
 
 
 def compare(views: Mapping[int, View]) -> list[Waiting]:
@@ -94,7 +93,7 @@ def compare(views: Mapping[int, View]) -> list[Waiting]:
     return [Waiting(call, there, absent(call, {view.rank for view in there}, views)) for call, there in found.items()]
 
 
-def mismatch(views: Mapping[int, View]) -> list[tuple[int, str]]:
+def mismatch(views: Mapping[int, View]) -> Mismatch:
     """Two ranks that wait for each other, and their different collectives; empty if there are none."""
     for pair in combinations(compare(views), 2):
         ranks = [
@@ -106,7 +105,7 @@ def mismatch(views: Mapping[int, View]) -> list[tuple[int, str]]:
     return []
 
 
-def mismatch_text(found: list[tuple[int, str]], views: Mapping[int, View]) -> str:
+def mismatch_text(found: Mismatch, views: Mapping[int, View]) -> str:
     """The verdict about two such ranks."""
     named = ", ".join(f"rank {rank} {name} ({views[rank].place})" for rank, name in found)
     return f"ranks have called different collectives, and cannot go on: {named}"

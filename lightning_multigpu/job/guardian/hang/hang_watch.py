@@ -16,11 +16,12 @@ import time
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from lightning_multigpu.job.guardian.blocking import show
+from lightning_multigpu.job.guardian.blocking import print_text
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.hang import flight_recorder as pages
 from lightning_multigpu.job.guardian.hang.comparison import (
     COLLECTIVES,
+    Mismatch,
     View,
     absent,
     calls,
@@ -73,9 +74,7 @@ class HangWatch:
         self._looked_at: Quiet = {}
         self._again_s = 0.0
         self._reported: Quiet = {}
-        self._suspected: list[
-            tuple[int, str]
-        ] = []  # the two ranks that the last look has shown in different collectives
+        self._suspected: Mismatch = []  # of the last look
 
     def restart_timers(self, now_s: float) -> None:
         """Restarts the times that are not too long yet: this process, or all ranks, were paused."""
@@ -108,7 +107,7 @@ class HangWatch:
         elif self._reported and not self._reported.keys() & quiet.keys():
             waited_s = now_s - min(self._reported.values())
             self._reported = self._looked_at = {}
-            show(f"The wait that was reported has ended after {waited_s:.0f} s, and the run goes on.\n")
+            print_text(f"The wait that was reported has ended after {waited_s:.0f} s, and the run goes on.\n")
         elif quiet.keys() - self._looked_at.keys() or (quiet and now_s > self._again_s):
             self._begin(now_s)
         return None
@@ -155,7 +154,7 @@ class HangWatch:
         waits = {key: since_s for key, since_s in quiet.items() if key[0] in self._views and calls(self._views[key[0]])}
         if waits and (found or not self._reported):
             self._reported = waits
-            show(hang_report(self._views, waited_s=now_s - min(waits.values()), limit_s=limit_s))
+            print_text(hang_report(self._views, waited_s=now_s - min(waits.values()), limit_s=limit_s))
         if not found:
             return None
         return Found(Failure(f"{mismatch_text(found, self._views)}. {_FIX}", host=host_name()), now_s)
