@@ -157,9 +157,3 @@ def test_what_does_not_add_up_is_said_with_the_fix() -> None:
     for losses in [(2.0, 1.0, 2.0, 4.0), (0.0, 0.0, 0.0, 0.0), (1e-9, 1.0, -1.0, -1.0)]:  # parts may cancel
         assert not said(*losses)
     assert not said(2.0, 2.0, math.nan, 2.0, weights=[0.5, 0.0, 0.5])
-
-
-@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_weights_that_cannot_be_are_named(weight: float) -> None:
-    with pytest.raises(ValueError, match=f"loss_reduction returned {weight} for a micro-batch.*0 or more"):
-        weights_of([torch.zeros(1), torch.zeros(1)], lambda part: weight)
