@@ -260,10 +260,10 @@ class TestBatchQueue:
         queue = BatchQueue()
         assert taken(queue, 1, 1, 0) == [0, 1, 2]
         queue.give_back(1, 0)
-        assert taken(queue, 1, 1) == [0, 1]
-        queue.trained(1, 0, 1)
+        assert taken(queue, 0, 1, 1) == [0, 1, 3]
+        queue.trained(1, 0, 3)
         assert queue.lose(1) == 1
-        assert taken(queue, 0, 0, 0) == [0, 3, None]
+        assert taken(queue, 0, 0) == [1, None]
 
     def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
         """Others took all batches of the run, and worker 0 never validated."""
