@@ -69,6 +69,11 @@ FAULTY = Implementation("faulty", "gloo", faulty, "fails in many ways")
 def obey(settings: Any, seat: Seat, turns: Turns) -> None:
     """A job that does what it is told: answers, or ends in one of several ways on one rank."""
     for word, rank in turns:
+        if word == "die and raise":
+            if seat.rank == rank:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if seat.local_rank == 0:
+                raise ConnectionError("closed by peer")
         if seat.rank != rank:
             turns.answer((settings, seat.rank, seat.local_rank, os.environ.get("WORLD_SIZE"), torch.get_num_threads()))
         elif word == "raise":

@@ -149,6 +149,17 @@ class TestTwoHosts:
                 hosts.check_settings({})
         assert not target.exists()
 
+    def test_a_death_explains_what_the_ranks_of_other_hosts_raise(self) -> None:
+        def check(hosts: HostAgents) -> None:
+            _, answers = started(hosts, ("answer", None), ("die and raise", 3))
+            answers()
+            with pytest.raises(JobError, match="rank 3: its process was ended by SIGKILL") as raised:
+                answers()
+            assert raised.value.status == "crashed"
+
+        on_both_hosts(check)
+        assert not ranks()
+
 
 def _place(node_rank: int, port: int) -> Placement:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": str(node_rank)}

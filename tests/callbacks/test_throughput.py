@@ -28,6 +28,7 @@ from tests.callbacks.training import (
     trainer,
 )
 from tests.fake_gpu import DEVICE, FakeGPU
+from tests.strategies.tasks import IS_LIGHTNING_2_5
 
 SAMPLES = "throughput/samples_per_sec"
 BATCHES = "throughput/batches_per_sec"
@@ -150,6 +151,20 @@ def test_a_batch_without_tensors_costs_the_samples_and_nothing_else(tmp_path: Pa
     fit = trainer(tmp_path, callbacks=[ThroughputMonitor(batch_size_fn=len)])
     fit.fit(OfText(clock), DataLoader(["some", "text"], batch_size=None))  # type: ignore[arg-type]
     assert fit.callback_metrics[SAMPLES].item() == 4 / BATCH_S
+
+
+def test_a_resumed_fit_measures_its_own_steps_and_goes_on_in_the_curve(
+    tmp_path: Path, clock: HandClock, logger: RecordingLogger
+) -> None:
+    first = trainer(tmp_path)
+    first.fit(Regression(clock), batches(12))
+    first.save_checkpoint(tmp_path / "half.ckpt")
+    monitor = ThroughputMonitor()
+    second = trainer(tmp_path, callbacks=[monitor], logger=logger, log_every_n_steps=2, max_epochs=2)
+    loading = {} if IS_LIGHTNING_2_5 else {"weights_only": False}
+    second.fit(Regression(clock), batches(12), ckpt_path=tmp_path / "half.ckpt", **loading)
+    assert monitor.steps == 3
+    assert [step for step, _ in logger.curve(SAMPLES)] == [3, 5]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import pytest
 
+from lightning_multigpu.communication import connections as connections_module
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.emulation import EmulatedHosts
 from lightning_multigpu.emulation.namespaces import Namespace
@@ -83,6 +84,28 @@ def test_the_connection_of_a_logger_outlives_the_job(
         logger.send(b"failed")
         assert server.recv(10) == b"failed"
         assert is_cut(noted)
+
+
+def test_a_descriptor_that_another_thread_has_taken_meanwhile(
+    listener: socket.socket, back_end: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its number went to a connection opened between the listing and the shutdown, which was cut."""
+    connections = Connections()
+    with connections.noted():
+        other = back_end()
+    noted, _ = sorted(
+        (each for each, name in connections_module._sockets().items() if name in connections._names),
+        key=lambda each: each == other.fileno(),
+    )
+    with socket.create_connection(listener.getsockname()) as logger, listener.accept()[0] as server:
+
+        def take() -> set[int]:
+            os.dup2(logger.fileno(), noted)
+            return {other.fileno()}
+
+        monkeypatch.setattr(connections_module, "_of_python", take)
+        assert connections.cut() == 0
+        assert not is_cut(server)
 
 
 def test_a_rank_without_a_descriptor_left_still_cuts(back_end: Connect) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import gc
 import os
@@ -88,6 +89,22 @@ def test_the_new_name_is_on_the_disk_before_an_older_file_is_removed(
     monkeypatch.setattr(os, "fsync", fsync)
     WholeCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
     assert done == [("synced", False), ("replaced", "last.ckpt"), ("synced", True)]
+
+
+def test_a_directory_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new file had its name already when the message said that the former one was unchanged."""
+    real_open, path = os.open, tmp_path / "last.ckpt"
+
+    def refusing(name: Any, *args: Any, **kwargs: Any) -> int:
+        if name == str(tmp_path):
+            raise OSError(errno.EMFILE, "Too many open files")
+        return real_open(name, *args, **kwargs)
+
+    WholeCheckpointIO().save_checkpoint({"step": 1}, path)
+    monkeypatch.setattr(os, "open", refusing)
+    with pytest.raises(OSError, match=r"not saved: .* a previous file of that name is unchanged"):
+        WholeCheckpointIO().save_checkpoint({"step": 2}, path)
+    assert WholeCheckpointIO().load_checkpoint(path) == {"step": 1}
 
 
 def is_mapped(path: Path) -> bool:

@@ -187,6 +187,33 @@ def test_workers_end_with_their_rank() -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
+def test_workers_that_have_ended_are_forgotten() -> None:
+    """A loader's new workers of each epoch: the guardian read the states of all that had ever lived."""
+    code = """
+import os, sys, time
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    print(child, flush=True)
+    sys.stdin.readline()
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as rank:
+        assert rank.stdin is not None
+        workers = Workers()
+        for _ in range(3):
+            rank.stdin.write("start\n")
+            child = int(line_of(rank))
+            workers.note(rank.pid, ())
+            assert list(workers._noted[rank.pid]) == [child]
+            rank.stdin.write("end\n")
+            assert line_of(rank) == "ended\n"
+
+
 def test_a_rank_is_nobodys_worker() -> None:
     """Lightning's launcher starts the other ranks from the first, with the same command line."""
     code = "import os, time; child = os.fork(); child and os.write(1, b'%d\\n' % child); time.sleep(600)"
