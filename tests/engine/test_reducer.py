@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_multigpu.communication.compression import CompressedAllReduce, make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.barrier import ConnectionLostError
@@ -74,6 +76,34 @@ def test_gradients_are_averaged_and_their_bytes_counted(world4: World, one_host:
     # Each rank writes its gradients once; around the ring all ranks together send 2(N-1) times their size.
     per_step = 4 * size_bytes if one_host else 6 * size_bytes
     assert [sum(step) for step in zip(*(sent for _, sent in results), strict=True)] == [per_step, per_step]
+
+
+def keys_of_compression() -> list[tuple[int, int]]:
+    """Elements of each bucket of three steps, and of the parameters in its key."""
+    found: list[tuple[int, int]] = []
+    init_group()
+    group = dist.new_group(backend="gloo")
+    all_reduce = HierarchicalAllReduce(None, CompressedAllReduce(group, make_compressor("int8")))
+    reduce, module = GradientReducer(group, Meter(), all_reduce=all_reduce), DistributedDataParallel(model())
+    sizes, begin = {id(parameter): parameter.numel() for parameter in module.parameters()}, all_reduce.begin
+
+    def noted(tensor: Tensor, key: Any = None, **options: Any) -> Any:
+        found.append((tensor.numel(), sum(sizes[each] for each in key)))
+        return begin(tensor, key, **options)
+
+    all_reduce.begin = noted  # type: ignore[method-assign]
+    reduce.attach(module)
+    for step in range(3):
+        gradients(module, step, dist.get_rank(), reduce.finish)
+    reduce.close()
+    return found
+
+
+def test_errors_of_compression_belong_to_the_parameters_of_a_bucket(world2: World) -> None:
+    """torch arranges buckets anew after the first step: errors by the number of a bucket came to other parameters."""
+    for found in world2.run(keys_of_compression):
+        assert len(found) >= 3
+        assert all(in_bucket == in_key for in_bucket, in_key in found)
 
 
 def moves_by_step() -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from contextlib import nullcontext
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,38 @@ class Skips(Classifier):
         return super().forward(x)
 
 
+class ThreePasses(Classifier):
+    """Manual optimization with three backward passes a step, of which the second is not averaged at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer: Any = self.optimizers()
+        blocked = getattr(self.trainer.strategy, "block_backward_sync", nullcontext)
+        self.manual_backward(self.loss_of(batch, detached=False))
+        with blocked():
+            self.manual_backward(self.loss_of(batch, detached=True))
+        self.manual_backward(self.loss_of(batch, detached=True))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def loss_of(self, batch: Any, *, detached: bool) -> Tensor:
+        x, y = batch
+        hidden = self.layers[:2](x)
+        return nn.functional.cross_entropy(self.layers[2:](hidden.detach() if detached else hidden), y)
+
+
+class AddsUp(Classifier):
+    """Gradients of all steps add up, since nobody sets them to zero."""
+
+    def optimizer_zero_grad(self, *args: Any) -> None: ...
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
 class ReadsClipped(ReadsGradients):
     """Has Lightning clip, and reads the clipped gradients."""
 
@@ -105,6 +138,8 @@ class ReadsClipped(ReadsGradients):
 ADAGRAD = "Adagrad, whose states are there from the beginning"
 READS, BY_HAND = "hooks that read gradients", "manual optimization of two optimizers"
 KINDS = {
+    "three backward passes a step": ThreePasses,
+    "gradients that add up": AddsUp,
     ADAGRAD: partial(OtherOptimizer, torch.optim.Adagrad, lr=0.1),
     "a user's optimizer": partial(OtherOptimizer, Counting, strength=0.2),
     "named parameters": partial(OtherOptimizer, named),
