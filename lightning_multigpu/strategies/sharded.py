@@ -1,4 +1,4 @@
-"""The strategy of data parallel training whose gradients and optimizer states are sharded over ranks, on FairScale."""
+"""The strategy of data parallel training whose gradients and optimizer states are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ShardedStrategy(MultiGPUStrategy):
-    """Data parallel training whose gradients and optimizer states are sharded over the ranks, by FairScale.
+    """Data parallel training whose gradients and optimizer states are sharded over the ranks.
 
     Each rank computes the gradients of its share of the batch. Every parameter belongs to one rank, its owner: the
     gradients travel to the owner while backward still computes. The owner keeps the optimizer's state, updates the

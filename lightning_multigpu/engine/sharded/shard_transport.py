@@ -1,4 +1,4 @@
-"""FairScale's OSS as the transport of an optimizer's step: whole parameters belong to ranks.
+"""The transport of an optimizer's step where whole parameters belong to ranks, which FairScale's OSS divides.
 
 Every parameter belongs to one rank as a whole. That rank has the averaged gradient and the optimizer's state, updates
 the parameter, and sends the new value to all ranks::
@@ -9,10 +9,8 @@ the parameter, and sends the new value to all ranks::
 The user's optimizer object makes the update, with this rank's parameters in its groups, so that any class works with
 all its options, also one whose constructor does not take its own ``defaults`` (AdamW).
 
-FairScale 0.4.13 fails on torch 2.13 in these cases, which :class:`_Shards` handles:
-
-- A group that is added after layers were unfrozen gives all parameters new owners, which lack their states.
-- Parameters of several dtypes fail an assertion.
+In FairScale 0.4.13 a group that is added after layers were unfrozen gives all parameters new owners, which lack their
+states; :class:`_Shards` keeps the owners.
 
 Sources: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020; OSS of
 FairScale 0.4.13.
