@@ -245,10 +245,10 @@ class Fit:
         self._activation_bytes = {"tiny": 4 * _TINY_BATCH * _TINY_WIDTH, "large": 4 * batch_size * width}
         large = self._step("large", NO_COMMUNICATION)
         assert large is not None
-        crowd = machine.crowd(world)
-        self._profile = reference_profile(width, _LARGE_LAYERS, large, crowd)
+        slowdown = machine.slowdown_of(machine.crowd(world))
+        self._profile = reference_profile(width, _LARGE_LAYERS, large / slowdown)
         self._small = {
-            name: reference_profile(_TINY_WIDTH, layers, self._step(name, NO_COMMUNICATION) or 0.0, crowd)
+            name: reference_profile(_TINY_WIDTH, layers, (self._step(name, NO_COMMUNICATION) or 0.0) / slowdown)
             for name, layers in (("tiny", _TINY_LAYERS), ("deep", _DEEP_LAYERS))
         }
         self._costs: list[ReferenceCost] = []
@@ -453,8 +453,8 @@ def bisected(value_of: Callable[[float], float], low: float, high: float, wanted
     return high
 
 
-def reference_profile(width: int, num_layers: int, step_s: float, crowd: int) -> ModelProfile:
-    """A reference model, whose step with ``crowd`` ranks at once was measured."""
+def reference_profile(width: int, num_layers: int, step_s: float) -> ModelProfile:
+    """A reference model, and the seconds of its step alone on the machine."""
     model = BenchMLP(width=width, num_layers=num_layers)
     gradients = [parameter.nbytes for parameter in reversed(list(model.parameters()))]
     total = sum(gradients)
@@ -473,5 +473,5 @@ def reference_profile(width: int, num_layers: int, step_s: float, crowd: int) ->
         activations_bytes=0,
         flops=0.0,
         gradients=shares,
-        phases={crowd: phases},
+        phases=phases,
     )

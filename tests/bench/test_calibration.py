@@ -42,7 +42,7 @@ def rows(machine: Machine, world: World, label: str, strategy: str, **options: A
     found = {}
     for subject, alone_s in ALONE.items():
         width, layers = LAYERS[subject]
-        profile = calibration.reference_profile(width, layers, alone_s, machine.crowd(world))
+        profile = calibration.reference_profile(width, layers, alone_s / machine.slowdown_of(machine.crowd(world)))
         step_s = predict(profile, machine, Candidate(strategy, options), world).step_s
         found[subject, label] = row(label, step_s, sent_bytes=100.0)
     return found
