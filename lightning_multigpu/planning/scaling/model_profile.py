@@ -68,7 +68,7 @@ class ModelProfile:
         splits: ranks that split layers -> one rank's part.
         chain: the layers that a pipeline can cut.
         refused: strategy, "strategy on N ranks" or "pipelines" -> why it cannot train this model.
-        waiting: the share of the measurement on one device in which other processes had its core.
+        disturbed: the share of the processors, or of the GPU, that other processes took during the measurement.
     """
 
     name: str
@@ -82,7 +82,7 @@ class ModelProfile:
     splits: Mapping[int, SplitPart] = field(default_factory=dict)
     chain: ChainFigures | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
-    waiting: float = 0.0
+    disturbed: float = 0.0
     divides_batch: bool = False
 
     @property

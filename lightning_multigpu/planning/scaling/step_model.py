@@ -519,7 +519,7 @@ class _Step:
         share = exposed_s / (compute_s + exposed_s) if exposed_s else 0.0
         measured = any(each.world == self.world for each in self.machine.references)
         transfers = share * (0.1 if measured else 0.3)
-        return sqrt(_LEAST_UNCERTAINTY**2 + self.model.waiting**2 + transfers**2)
+        return sqrt(_LEAST_UNCERTAINTY**2 + self.model.disturbed**2 + transfers**2)
 
 
 def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
