@@ -143,6 +143,10 @@ def lines(machine: Machine) -> Iterator[str]:
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
     memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
     yield f"{machine.processor}, {machine.devices} devices: {rates}; {memory}"
+    for world in machine.disturbed:
+        nodes, devices = map(int, world.split(" x "))
+        if nodes * devices > machine.cores(World(nodes, devices)):
+            yield f"{world}: ranks share cores, and plans do not predict that"
     if machine.slowdown:
         slower = ", ".join(f"{factor:.2f} with {crowd}" for crowd, factor in sorted(machine.slowdown.items()))
         yield f"time of a computation with several ranks at once: {slower}"

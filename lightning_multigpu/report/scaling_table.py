@@ -44,10 +44,9 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
         f"on one device {number(1e3 * one.step_s)} ms a step, {number(one.samples_per_s)} samples/s",
     )
     table = narrow()  # all columns fit on 80 characters
-    table.add_column("strategy", overflow="fold", width=20)
-    for title in ("nodes x ranks", "step ms", "x one", "eff.", "comm.", "bubble", "memory"):
-        longest = max(map(len, title.split()))
-        table.add_column(title, justify="right", min_width=longest, no_wrap=title in ("eff.", "memory"))
+    table.add_column("strategy", overflow="fold", min_width=20)
+    for title in ("nodes\nx ranks", "step\nms", "x one", "eff.", "comm.", "bubble", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     for each in [*ranking.predictions, *ranking.too_large]:
         table.add_row(*_row(each, one, fits=each not in ranking.too_large))
@@ -82,8 +81,9 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
 
     candidate = each.candidate
     mesh = " x ".join(str(size) for size in candidate.options.values())
+    options = [f"  {option}={value}" for option, value in candidate.options.items()]
     return [
-        f"hybrid {mesh}" if candidate.strategy == "hybrid" else str(candidate),
+        f"hybrid {mesh}" if candidate.strategy == "hybrid" else "\n".join([candidate.strategy, *options]),
         str(each.world),
         number(1e3 * each.step_s),
         f"{each.samples_per_s / one.samples_per_s:.2f}",

@@ -20,6 +20,7 @@ from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunE
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, moved, profile_of
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
@@ -81,12 +82,11 @@ class ScalingCLI(TrainingCLI):
             else:
                 print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
                 tell = partial(print, " ", file=sys.stderr, flush=True)
-                profile = measured_model(subject, split_sizes(worlds, names), tell=tell)
+                known = [world for world in worlds if world.size <= machine.cores(world)]
+                profile = measured_model(subject, split_sizes(known, names), tell=tell)
         except (ShortRunError, ReportError, OSError) as error:
             raise UsageError(f"{wanted.profile}: {error}" if wanted.profile else str(error)) from error
-        if wanted.preset:
-            profile = moved(profile, machine)
-        self.ranking = ranked(profile, machine, candidates, worlds)
+        self.ranking = _ranked(moved(profile, machine) if wanted.preset else profile, machine, candidates, worlds)
 
     def configuration(self) -> str:
         """The configuration that ``fit`` takes, with the strategy that is ranked first."""
@@ -107,7 +107,16 @@ def _of_example(wanted: argparse.Namespace) -> Ranking:
     worlds = _worlds(wanted, machine, machine.devices)
     sizes = sorted({size for world in worlds for size in range(2, world.size + 1) if world.size % size == 0})
     profile = profile_of(wanted.example, MODELS[wanted.example], sizes, samples=wanted.batch or 0)
-    return ranked(moved(profile, machine), machine, _candidates(wanted), worlds)
+    return _ranked(moved(profile, machine), machine, _candidates(wanted), worlds)
+
+
+def _ranked(
+    profile: ModelProfile, machine: Machine, candidates: Sequence[Candidate], worlds: Sequence[World]
+) -> Ranking:
+    try:
+        return ranked(profile, machine, candidates, worlds)
+    except ValueError as error:
+        raise UsageError(f"nothing can be predicted: {error}") from error
 
 
 def _worlds(wanted: argparse.Namespace, machine: Machine, devices: int) -> list[World]:

@@ -136,12 +136,10 @@ class Machine:
         return self.devices * machines if self.device_type == "cpu" else inf
 
     def slowdown_of(self, crowd: int) -> float:
-        """The time of a computation with ``crowd`` ranks at once, over its time alone; 1 if that was not measured."""
+        """The time of a computation with ``crowd`` ranks at once, over its time alone, as for the nearest measured."""
         known = {1: 1.0, **self.slowdown}
-        if crowd in known:
-            return known[crowd]
         nearest = min(known, key=lambda count: abs(log(count / crowd)))
-        return known[nearest] * max(1.0, crowd / nearest)
+        return known[nearest]
 
     def all_reduce_s(self, world: World, size_bytes: float, operation: str = "all_reduce") -> float:
         """Seconds of an all-reduce of ``size_bytes``: measured, or by the formula, corrected by the nearest measured.

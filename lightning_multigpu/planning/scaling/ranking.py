@@ -102,7 +102,7 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
     """Predicts every candidate in every world; what a strategy cannot have is named with its reason.
 
     Raises:
-        ValueError: no candidate is possible in any of the worlds.
+        ValueError: no candidate is possible in any of the worlds; the message has each reason once.
     """
     found: list[Prediction] = []
     impossible: list[tuple[Candidate, World, str]] = []
@@ -113,7 +113,7 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
             except ImpossibleError as error:
                 impossible.append((candidate, world, str(error)))
     if not found:
-        raise ValueError("; ".join(f"{c} on {w}: {reason}" for c, w, reason in impossible))
+        raise ValueError("; ".join(dict.fromkeys(reason for _, _, reason in impossible)))
     found.sort(key=lambda each: -each.samples_per_s)
     limit = machine.rank_memory_bytes
     fits = [each for each in found if each.memory_bytes <= limit]
