@@ -31,7 +31,6 @@ from lightning_multigpu.planning.scaling.step_model import (
     one_device,
     owner_messages,
     predict,
-    straggling_s,
 )
 
 PHASES = Phases(forward_s=4.0, backward_s=10.0, optimizer_s=2.0, input_s=1.0, other_s=1.0)
@@ -143,13 +142,6 @@ class TestDataParallel:
         cpus = replace(MACHINE, device_type="cpu", devices=2, shares_cores=shares_cores)
         with pytest.raises(ImpossibleError, match="4 ranks would share 2 cores"):
             step("ring_ddp", world, cpus)
-
-    def test_more_ranks_wait_longer_for_the_slowest(self) -> None:
-        # Quartiles 10 % apart are a deviation of 7.413 % of 18 s. The largest of 2 values is expected 0.589 deviations
-        # above the mean (Blom), that of 8 values 1.434.
-        shaky = Phases(forward_s=4.0, backward_s=10.0, optimizer_s=2.0, input_s=1.0, other_s=1.0, jitter=0.1)
-        assert straggling_s(shaky, 8, 2) == pytest.approx(0.07413 * 18 * (1.434 - 0.589), rel=2e-3)
-        assert straggling_s(shaky, 2, 8) == 0
 
     def test_owners_update_and_hold_their_shard(self) -> None:
         found = step("ddp_sharded")
@@ -321,7 +313,6 @@ class TestRanking:
         found = ranked(MODEL, slow, [Candidate("sync_ps")], [World(2, 1), World(4, 1)])
         text = "\n".join(found.explanation())
         # One server: 2 (n - 1) MiB come in, then the weights of the last bucket leave.
-        assert "4 x 1 is slower than 2 x 1 with sync_ps: exposed communication 98 %." in text
         assert "One device alone is faster" in text
 
     def test_remedies_have_their_gain_the_largest_first(self) -> None:
@@ -335,5 +326,5 @@ class TestRanking:
         assert gains == sorted(gains, reverse=True)
 
     def test_nothing_possible_is_an_error_with_the_reasons(self) -> None:
-        with pytest.raises(ValueError, match="^cpu_ps works on one host only$"):
+        with pytest.raises(ValueError, match=r"^cpu_ps works on one host only$"):
             ranked(MODEL, MACHINE, [Candidate("cpu_ps")], [HOSTS])

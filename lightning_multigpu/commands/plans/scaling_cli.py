@@ -14,12 +14,12 @@ import torch
 import yaml
 
 from lightning_multigpu.bench.strategies.contenders import contender
-from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
+from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, read, this_machine
 from lightning_multigpu.commands.plans.measured_model import measured_model, model_of, split_sizes
 from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, moved, profile_of
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
@@ -41,13 +41,13 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     """
     if wanted.example is not None:
         print(f"Nothing was measured here: the model is that of Brown et al. 2020, the machine {_OF_PRESETS}")
-        scaling_table.show(_of_example(wanted), wanted.picture, wanted.json)
+        scaling_table.show(_of_example(wanted), wanted.json)
         return 0
     torch.set_num_threads(1)  # ranks are forked from this process
     cli = ScalingCLI(["fit", *arguments], wanted)
     if wanted.preset:
         print(f"The model was measured here, the machine was not: its figures are {_OF_PRESETS}")
-    scaling_table.show(cli.ranking, wanted.picture, wanted.json)
+    scaling_table.show(cli.ranking, wanted.json)
     if wanted.write is not None:
         wanted.write.write_text(cli.configuration())
         print(f"Configuration of {cli.ranking.first.candidate}: {wanted.write}")
@@ -173,7 +173,7 @@ def _calibrated(wanted: argparse.Namespace, device_type: str) -> Machine:
             "by --preset"
         )
     try:
-        machine = from_json(path.read_text(), str(path))
+        machine = read(path)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if machine.device_type != device_type:

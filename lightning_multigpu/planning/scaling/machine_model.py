@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, log
@@ -231,40 +230,6 @@ class Machine:
 
     def as_json(self) -> dict[str, Any]:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
-
-
-def from_json(text: str, path: str) -> Machine:
-    """The machine of a ``machine.json``.
-
-    Raises:
-        ValueError: it is no JSON of this schema; the message names the field.
-    """
-    try:
-        document = json.loads(text)
-        version = document.pop("schema_version")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no machine.json ({error}); write one with 'lightning-multigpu calibrate'"
-        ) from None
-    if version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema_version={version}, and this version reads {SCHEMA_VERSION}; calibrate again"
-        )
-    try:
-        document["inside"] = Link(**document["inside"])
-        document["between"] = document["between"] and Link(**document["between"])
-        document["slowdown"] = {int(crowd): factor for crowd, factor in document["slowdown"].items()}
-        document["collectives"] = [
-            MeasuredCollective(operation=each["operation"], world=World(*each["world"]), link=Link(**each["link"]))
-            for each in document["collectives"]
-        ]
-        document["references"] = [
-            ReferenceCost(**{**each, "world": World(*each["world"])}) for each in document["references"]
-        ]
-        document["codings"] = [Coding(**each) for each in document["codings"]]
-        return Machine(**document)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {error}; calibrate again") from None
 
 
 QUIET = 0.05

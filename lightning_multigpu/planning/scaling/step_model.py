@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import sqrt
-from statistics import NormalDist
 from typing import Any
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
@@ -299,8 +298,6 @@ class _Step:
         elif name == "sharded_ps":
             optimizer_s /= max(2, world.nodes)
         exposed_s = end_s - phases.backward_s + cost.slowing * (phases.forward_s + phases.backward_s)
-        if name != "async_ps":  # every rank waits for the slowest one of each step
-            exposed_s += straggling_s(phases, world.size, cost.world.size)
         compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
         every = int(options.get("average_every", 1))
         return self._prediction(
@@ -521,20 +518,6 @@ class _Step:
         measured = any(each.world == self.world for each in self.machine.references)
         transfers = share * (0.1 if measured else 0.3)
         return sqrt(_LEAST_UNCERTAINTY**2 + self.model.disturbed**2 + transfers**2)
-
-
-def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
-    """Seconds that more ranks wait longer for the slowest one than those of the calibration's world did.
-
-    The steps of a rank vary as a normal distribution whose quartiles are those of the measured steps. The largest of N
-    values is then expected at the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
-    """
-
-    def largest(count: int) -> float:
-        return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-    deviation_s = phases.jitter * phases.step_s / (2 * NormalDist().inv_cdf(0.75))
-    return max(0.0, deviation_s * (largest(num_ranks) - largest(of_reference)))
 
 
 def default_bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:
