@@ -66,6 +66,12 @@ class ScalingCLI(TrainingCLI):
         device = (getattr(strategy, "parallel_devices", None) or [strategy.root_device])[0]
         machine = machine_of(wanted, device.type)
         worlds = _worlds(wanted, machine, machine.devices if wanted.preset else max(2, trainer.num_devices))
+        for crowd in sorted({machine.crowd(world) for world in worlds} - {1, *machine.slowdown}):
+            print(
+                f"warning: how much slower {crowd} ranks of one machine compute side by side was not measured; "
+                f"'{PROGRAM} calibrate --devices {crowd}' measures it",
+                file=sys.stderr,
+            )
         candidates = _candidates(wanted, trainer.accumulate_grad_batches)
         subject = PlannedModule(
             module=model,
