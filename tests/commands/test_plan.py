@@ -148,23 +148,11 @@ def test_nothing_is_trained(project: Path) -> None:
     assert {path.name for path in project.iterdir()} == {"run.yaml", "machine.json", "plan.json"}
 
 
-def test_the_first_choice_is_written_as_a_configuration_of_fit() -> None:
-    document = planned("--strategies", "ring_ddp", "ring_ddp:bucket_cap_mb=1", "--nodes", "1", "--write=best.yaml")
-    first = document["predictions"][0]
-    trainer = yaml.safe_load(Path("best.yaml").read_text())["trainer"]
-    if first["options"]:
-        assert trainer["strategy"]["init_args"] == {"bucket_cap_mb": 1}
-    else:
-        assert trainer["strategy"] == "ring_ddp"
-    assert (trainer["devices"], trainer["num_nodes"]) == (2, 1)
-    assert main(["plan", "--config=best.yaml", "--strategies", "ring_ddp"]) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--micro-batches=2"], "unrecognized arguments: --micro-batches=2"),
-        (["--write", "no/such.yaml"], "--write=no/such.yaml: there is no directory no; make it first"),
+        (["--json", "no/such.json"], "--json=no/such.json: there is no directory no; make it first"),
         (["--machine=other.json"], "other.json: there is no such file; run 'lightning-multigpu calibrate'"),
         (["--machine=run.yaml"], "run.yaml is no machine.json"),
         (["--machine=gpus.json"], "gpus.json is of cuda devices, and the configuration trains on cpu"),
