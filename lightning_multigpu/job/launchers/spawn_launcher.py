@@ -189,13 +189,12 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    ``in_full``: the failure is this rank's own. ``is_common_error``: all ranks have raised it. ``checkpoint`` is the
-    file to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
+    ``in_full``: the failure is this rank's own. ``checkpoint`` is the file to resume from. ``pickled`` is empty if the
+    exception is about another rank's failure, or cannot be pickled.
     """
 
     failure: Failure
     in_full: bool = False
-    is_common_error: bool = False
     checkpoint: str | None = None
     pickled: bytes = b""
 
@@ -255,7 +254,7 @@ class _Task:
             with contextlib.suppress(Exception):
                 pickled = pickle.dumps(error) if watch.failure.pid == os.getpid() else b""
             checkpoint = None if report.checkpoint is None else report.checkpoint()
-            failed = _Failed(watch.failure, report.in_full, watch.is_common_error, checkpoint, pickled)
+            failed = _Failed(watch.failure, report.in_full, checkpoint, pickled)
             answers.send_bytes(pickle.dumps(failed))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
@@ -334,13 +333,11 @@ class _Ranks:
             failed = [_Failed(failure)]
         first = min(failed, key=lambda each: not each.in_full)
         error = _exception_of(first)
-        print_failure = None if first.is_common_error else self._guardian.print_failure
         checkpoint = next((each.checkpoint for each in failed if each.checkpoint), None)
         limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, print_failure, lambda: checkpoint, limit)
+        report = FailureReport(first.failure, first.in_full, self._guardian.print_failure, lambda: checkpoint, limit)
         print_if_uncaught(error, report)
-        self._guardian.may_print()
-        weakref.finalize(report, self._guardian.stop)
+        weakref.finalize(report, self._guardian.stop, is_caught=True)
         raise error from None
 
     def interrupt(self) -> None:
