@@ -23,7 +23,8 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of, was_late
+from lightning_multigpu.job.guardian import Failure
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -144,15 +145,14 @@ class RunSignals:
         number = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
         return number is not None and self.has_agreed(number)
 
-    def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread.
+    def follow_failure(self, failure: Failure) -> None:
+        """Acts on the signal that has ended another rank, if one has; called in another thread.
 
         A signal that was late for that rank is late for this one, since both end with the same exit status.
         """
-        number = signal_of(what)
-        if number is not None:
-            self.late = self.late or was_late(what)
-            self.follow(number)
+        if failure.signal:
+            self.late = self.late or failure.is_late
+            self.follow(signal.Signals(failure.signal))
 
     def end(self, trainer: pl.Trainer | None) -> None:
         """Restores the handlers; ``trainer`` is about to restore the handlers from before it."""
