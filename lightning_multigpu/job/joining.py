@@ -7,7 +7,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -18,14 +18,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_multigpu._lightning_internals import place_of_checkpoint
 from lightning_multigpu.communication.digest import compared, model_table, value_text
 from lightning_multigpu.communication.interface import NO_WAY, source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
-from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.host_links import node_name, silence
@@ -34,7 +32,7 @@ from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
 
 if TYPE_CHECKING:
-    import lightning.pytorch as pl
+    pass
 
 _INVITATION = "guardian"
 _CUT_S = 2.0
@@ -57,6 +55,9 @@ class Joining:
     The guardian of a host starts before its ranks join: the launcher that starts the ranks starts it, or else the first
     rank. The guardians of several hosts connect to node 0's as soon as rank 0's store is open. From then on they need
     neither store nor process group, so that they also see a lost host or link.
+
+    Attributes:
+        resumes: whether this run loads a checkpoint; set by the launcher.
     """
 
     def __init__(self, watch: FailureWatch) -> None:
@@ -65,14 +66,7 @@ class Joining:
         self._attempt = 0
         self._rendezvous: Rendezvous | None = None
         self._arrivals: list[Arrival] = []
-        self._resumes = self._has_met_hosts = False
-
-    def resume(self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
-        """Before the launch: the arguments of ``function``, changed by :func:`with_last_found`."""
-        args = with_last_found(function, args, trainer)
-        place = place_of_checkpoint(function, args)
-        self._resumes = place is not None and args[place] is not None
-        return args
+        self.resumes = self._has_met_hosts = False
 
     def begin(
         self,
@@ -181,7 +175,7 @@ class Joining:
         }
         world_size = run.environment.world_size()
         address = source_address(run.environment.main_address) or ""
-        table = {**alike, "loads a checkpoint": "yes" if self._resumes else "no"}
+        table = {**alike, "loads a checkpoint": "yes" if self.resumes else "no"}
         own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
         # Another host that was started by mistake does not reach the store, where all would see it.
         if run.num_nodes == 1 and (problem := conflict([own])) is not None:

@@ -266,7 +266,6 @@ class TestRefused:
              "process_group_backend='nccl' moves no tensors on 'cpu' in this build of torch; pass "),
             (["fit", "--config=rnu.yaml"], "File does not exist: "),
             (["fit"], "the following arguments are required: fit.model"),
-            (["validate", *ON_CPU, "--ckpt_path=last.ckpt"], "ckpt_path='last.ckpt': there is no such file."),
         ],
     )  # fmt: skip
     def test_refused_arguments(

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu._lightning_internals import (
+    EndOfRun,
+    SubprocessScriptLauncher,
+    given_checkpoint,
+    set_num_threads_if_needed,
+)
 from lightning_multigpu.job.guardian import Guardian
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import note_refusal
@@ -45,7 +50,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
             self._check(trainer)
-            args = self._joining.resume(function, args, trainer)
+            self._joining.resumes = given_checkpoint(function, args) is not None
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         watch = self._joining.watch
         guardian: Guardian | None = None

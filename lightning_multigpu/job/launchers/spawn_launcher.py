@@ -28,6 +28,7 @@ from lightning_multigpu._lightning_internals import (
     check_cuda_fork,
     check_main_guard,
     disable_module_memory_sharing,
+    given_checkpoint,
     interrupt,
     set_num_threads_if_needed,
 )
@@ -80,7 +81,7 @@ class SpawnLauncher(MultiProcessingLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self._check(trainer)
         if trainer is not None:
-            args = self.joining.resume(function, args, trainer)
+            self.joining.resumes = given_checkpoint(function, args) is not None
         states = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
         _ = self.run.environment.main_port  # chosen now, for the copies that the ranks get
         result = self._run_ranks(_Task(self, trainer, function, args, kwargs, states))
