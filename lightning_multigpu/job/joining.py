@@ -23,7 +23,7 @@ from lightning_multigpu.communication.interface import NO_WAY, source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
+from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.host_links import node_name, silence
@@ -34,7 +34,6 @@ from lightning_multigpu.job.run_context import RunContext
 if TYPE_CHECKING:
     pass
 
-_INVITATION = "guardian"
 _CUT_S = 2.0
 _SHORTEST_SILENCE_S = 1.0
 
@@ -135,7 +134,7 @@ class Joining:
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
             if self._rendezvous is not None:  # on rank 0
-                self._rendezvous.withdraw(_INVITATION)
+                self._rendezvous.withdraw()
             assert self.watch.client is not None
             self.watch.client.joined()
         except RendezvousError:
@@ -168,40 +167,36 @@ class Joining:
         client = self.watch.client
         assert self._deadline_s is not None
         assert client is not None
-        limits: dict[str, Any] = {
-            "deadline_s": self._deadline_s,
-            "timeout_s": run.join_timeout_s,
-            "check": self.watch.check,
-        }
+        limit = Limit(self._deadline_s, run.join_timeout_s, self.watch.check)
         world_size = run.environment.world_size()
         address = source_address(run.environment.main_address) or ""
         table = {**alike, "loads a checkpoint": "yes" if self.resumes else "no"}
-        own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
+        meets_hosts = run.num_nodes > 1 and not self._has_met_hosts
+        invitation = _invite_hosts(client, run) if meets_hosts and run.rank == 0 else None
+        own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address, invitation)
         # Another host that was started by mistake does not reach the store, where all would see it.
         if run.num_nodes == 1 and (problem := conflict([own])) is not None:
             raise RendezvousError(problem)
         store = MainStore(
             run.environment.main_address,
             run.environment.main_port,
+            limit,
             rank=run.rank,
             is_one_host=run.num_nodes == 1 and not run.admits_others,
             is_kept=kept_by_torchrun(os.environ),
             connections=CONNECTIONS,
-            **limits,
         ).open()
         LAST_STORE[:] = [store]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
-        meets_hosts = run.num_nodes > 1 and not self._has_met_hosts
-        if meets_hosts and run.rank == 0:
-            rendezvous.offer(_INVITATION, _invite_hosts(client, run))
-            self._rendezvous = rendezvous
+        rendezvous = Rendezvous(store, own, limit, attempt=f"{restart}-{self._attempt}")
         rendezvous.check_in()
-        if meets_hosts and run.local_rank == 0 and run.rank != 0:
-            invitation = rendezvous.wait_for(_INVITATION)
-            secret = job_secret(os.environ) or invitation["secret"]
-            client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
-        self._arrivals = rendezvous.wait_for_all()
+        if invitation is not None:
+            self._rendezvous = rendezvous
+        elif meets_hosts and run.local_rank == 0:
+            [first] = rendezvous.wait_for(0)
+            secret = job_secret(os.environ) or first.offer["secret"]
+            client.join_hosts(first.offer["address"], first.offer["port"], node_rank=run.node_rank, secret=secret)
+        self._arrivals = rendezvous.wait_for()
         if run.num_nodes > 2:  # links between two hosts other than node 0's
             hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
             own_name = node_name(run.node_rank, own_host())

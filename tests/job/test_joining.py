@@ -89,11 +89,12 @@ def invitations(secret: str) -> list[Any]:
     Each rank takes itself for a host of its own, with the job's secret that its launcher has set.
     """
     seen: list[Any] = []
-    offer = Rendezvous.offer
+    check_in = Rendezvous.check_in
 
-    def observed(self: Rendezvous, name: str, value: Any) -> None:
-        offer(self, name, value)
-        seen.extend([value["secret"], lambda: self._store.check([f"offer/{name}"])])
+    def observed(self: Rendezvous) -> None:
+        check_in(self)
+        if self._own.offer is not None:
+            seen.extend([self._own.offer["secret"], lambda: self._store.check([f"note/{self._ticket}"])])
 
     class Looks(Classifier):
         def on_train_start(self) -> None:
@@ -103,7 +104,7 @@ def invitations(secret: str) -> list[Any]:
         for name, value in {"LOCAL_RANK": "0", "NODE_RANK": str(rank()), JOB_SECRET: secret}.items():
             if value:
                 patch.setenv(name, value)
-        patch.setattr(Rendezvous, "offer", observed)
+        patch.setattr(Rendezvous, "check_in", observed)
         case = Case(num_samples=16, trainer={"num_nodes": 2})
         fit_module(Looks(), RingDDPStrategy(join_timeout_s=60), 1, case)
     return seen
