@@ -113,7 +113,7 @@ def check(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
     if is_fit:
         check_has_shapes(module)
         check_dense(module)
-    check_loaders(trainer, strategy.data_parallel_size)
+    check_loaders(trainer)
     if strategy.groups is not None:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
