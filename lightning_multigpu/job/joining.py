@@ -8,6 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
@@ -171,9 +172,7 @@ class Joining:
         world_size = run.environment.world_size()
         address = source_address(run.environment.main_address) or ""
         table = {**alike, "loads a checkpoint": "yes" if self.resumes else "no"}
-        meets_hosts = run.num_nodes > 1 and not self._has_met_hosts
-        invitation = _invite_hosts(client, run) if meets_hosts and run.rank == 0 else None
-        own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address, invitation)
+        own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
         # Another host that was started by mistake does not reach the store, where all would see it.
         if run.num_nodes == 1 and (problem := conflict([own])) is not None:
             raise RendezvousError(problem)
@@ -188,9 +187,12 @@ class Joining:
         ).open()
         LAST_STORE[:] = [store]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        meets_hosts = run.num_nodes > 1 and not self._has_met_hosts
+        if meets_hosts and run.rank == 0:
+            own = replace(own, offer=_invite_hosts(client, run))
         rendezvous = Rendezvous(store, own, limit, attempt=f"{restart}-{self._attempt}")
         rendezvous.check_in()
-        if invitation is not None:
+        if own.offer is not None:
             self._rendezvous = rendezvous
         elif meets_hosts and run.local_rank == 0:
             [first] = rendezvous.wait_for(0)
@@ -237,17 +239,6 @@ def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) ->
     return None
 
 
-def check_alike(table: Mapping[str, str], world: MeteredGroup) -> None:
-    """Compares settings of the Trainer over all ranks; a collective.
-
-    Raises:
-        RendezvousError: they differ; the same message on all ranks.
-    """
-    found = compared(table, world.gather_objects, "are not set up alike")
-    if found is not None:
-        raise RendezvousError(f"{found}\nGive all of them the same script, arguments, configuration and versions")
-
-
 def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
     """Compares the module's parameters and buffers over all ranks, by name, type and shape; a collective.
 
@@ -260,15 +251,13 @@ def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
         raise RendezvousError(f"{found}\nBuild it alike on all ranks: from the same configuration and the same code")
 
 
-def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:
-    """The settings that must be equal on all ranks, and are known before they join."""
+def table_of(run: RunContext, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that must be equal on all ranks, and are known before they join; further ones are given."""
     values = {
-        "strategy": strategy,
-        **{f"option {name}": value_text(value) for name, value in options.items()},
+        **{name: value_text(value) for name, value in settings.items()},
         "num_nodes": str(run.num_nodes),
         "devices on each host": str(run.ranks_per_host),
         "device type": run.device_type,
-        "precision": str(precision),
         "back end": str(run.backend or "by device"),
         "torch": str(torch.__version__),
         "lightning": str(lightning.__version__),

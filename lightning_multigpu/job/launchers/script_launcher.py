@@ -92,8 +92,20 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
+        environment = self.cluster_environment
         try:
-            self._start_processes()
+            if not are_waiting():
+                self._call_children_scripts()
+                return
+            os.environ.update(
+                MASTER_ADDR=environment.main_address,
+                MASTER_PORT=str(environment.main_port),
+                NODE_RANK=str(environment.node_rank()),
+                LOCAL_RANK=str(environment.local_rank()),
+                WORLD_SIZE=str(self.num_processes * self.num_nodes),
+            )
+            for local_rank in range(1, self.num_processes):
+                self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
         except BaseException as error:
             guardian.kill()
             for process in self.procs:
@@ -101,21 +113,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 process.wait()
             note_refusal(error, f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start")
             raise
-
-    def _start_processes(self) -> None:
-        if not are_waiting():
-            self._call_children_scripts()
-            return
-        environment = self.cluster_environment
-        os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK=str(environment.local_rank()),
-            WORLD_SIZE=str(self.num_processes * self.num_nodes),
-        )
-        for local_rank in range(1, self.num_processes):
-            self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:
