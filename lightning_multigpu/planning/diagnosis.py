@@ -293,8 +293,6 @@ def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions
 
 def _even_shards(strategy: StrategyOptions, num_servers: int) -> str:
     elementwise = "an optimizer of torch that updates each element by itself (SGD, Adam, AdamW)"
-    if (split := strategy.chosen.get("optimizer_split")) not in (None, "elements"):
-        return f'Leave optimizer_split="{split}" out: the parameters of {elementwise} are then cut evenly.'
     fewer = "name fewer servers" if "servers" in strategy.chosen else strategy.with_(num_servers=num_servers - 1)
     return (
         f"Use {elementwise}: its parameters are cut evenly. With another one, make the largest layer smaller, or take "

@@ -75,7 +75,7 @@ CHOSEN = [
     PipelineStrategy(balance="time", activation_checkpointing=True),
     PipelineStrategy(split_points=["layers.2"]),
     HybridStrategy(pipeline={"schedule": "1f1b", "balance": "time"}, compression="bf16"),
-    ParameterServerStrategy(num_servers=2, optimizer_split="tensors"),
+    ParameterServerStrategy(num_servers=2),
 ]
 
 
@@ -115,8 +115,6 @@ def test_the_right_option_for_each_strategy() -> None:
     kept = HybridStrategy(pipeline={"schedule": "1f1b", "balance": "time"})
     assert 'pipeline={"schedule": "1f1b", "balance": "time", "num_micro' in remedies(kept)["pipeline bubble"]
     assert 'balance="time" cannot divide a layer' in remedies(kept)["imbalance of stages"]
-    split = ParameterServerStrategy(num_servers=2, optimizer_split="tensors")
-    assert 'Leave optimizer_split="tensors" out' in remedies(split)["imbalance of shards"]
     averaging = make_strategy("ring_ddp", average_every=4)
     assert "compression" not in remedies(averaging)["communication"], "average_every excludes it"
     assert "Strategy(" not in " ".join(remedies(DDPStrategy()).values()), "of options of its class nothing is known"
