@@ -111,7 +111,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         if result is each:  # changed in place, or as it was
             return given
     dim = result.dim() + offset
-    return part_like(result, part, part.placed if dim == split.dim else part.placed.at(dim))
+    return part_like(result, part, func, part.placed if dim == split.dim else part.placed.at(dim))
 
 
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -130,7 +130,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     sizes[dim] = sum(stop - start for start, stop in ranges[part.placed.group.rank])
     own = own_values(part)
     result = own.view(sizes) if func is Tensor.view else own.reshape(sizes)
-    return part_like(result, part, part.placed.at(dim, ranges))
+    return part_like(result, part, func, part.placed.at(dim, ranges))
 
 
 @lru_cache(4096)
@@ -208,7 +208,7 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
         if _without(result.shape, new_dim) != _without(each.shape, new_dim):
             return NotImplemented
-        results.append(part_like(result, part, part.placed.at(new_dim, ranges)))
+        results.append(part_like(result, part, func, part.placed.at(new_dim, ranges)))
     return results[0] if has_one else tuple(results)
 
 
@@ -245,7 +245,7 @@ def _along_others(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(result, Tensor):
         return NotImplemented
     kept = result.dim() == own.dim()
-    return part_like(result, part, part.placed.at(dim if kept else dim - sum(each < dim for each in gone)))
+    return part_like(result, part, func, part.placed.at(dim if kept else dim - sum(each < dim for each in gone)))
 
 
 def _rows(func: Any, args: Any, kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ def _rows(func: Any, args: Any, kwargs: Any) -> Any:
     if part.placed.split.dim >= num_dims - num_last:
         return NotImplemented
     own, own_kwargs = _own_arguments(args, kwargs, part, -sys.maxsize)
-    return part_like(func(*own, **own_kwargs), part)
+    return part_like(func(*own, **own_kwargs), part, func)
 
 
 def _convolved(
@@ -280,7 +280,7 @@ def _convolved(
         return NotImplemented
     along = input.placed.at(0)
     weights = [None if w is None else own_of(w, along, f"conv beside {along.layer}") for w in (weight, bias)]
-    return part_like(func(own, *weights, stride, padding, dilation, own.shape[split.dim]), input)
+    return part_like(func(own, *weights, stride, padding, dilation, own.shape[split.dim]), input, func)
 
 
 def _heads(func: Any, args: Any, kwargs: Any) -> Any:
@@ -308,7 +308,7 @@ def _heads(func: Any, args: Any, kwargs: Any) -> Any:
         with group.own_random(q.device) if (own[4] if len(own) > 4 else kwargs.get("dropout_p")) else nullcontext():
             # Attention without heads ends the process in torch 2.11, by a division by zero.
             result = func(*own, **own_kwargs) if q.shape[offset] else q @ k.transpose(-2, -1) @ v
-    return part_like(result, part, part.placed.at(result.dim() + offset))
+    return part_like(result, part, func, part.placed.at(result.dim() + offset))
 
 
 def _products(func: Any, args: Any, kwargs: Any) -> Any:
@@ -320,7 +320,8 @@ def _products(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(other, Tensor) and num_dims > 1 and offset == (-2 if is_first else -1):
             own, beside = own_values(part), _beside(other, part, -sys.maxsize)
             result = func(own, beside) if is_first else func(beside, own)
-            return part_like(result, part, part.placed.at(result.dim() + offset + (is_first and other.dim() == 1)))
+            dim = result.dim() + offset + (is_first and other.dim() == 1)
+            return part_like(result, part, func, part.placed.at(dim))
     return _heads(func, args, kwargs)
 
 
@@ -348,7 +349,7 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
         at += dim % (num_dims + 1) <= at
     elif dim % num_dims == at:
         return NotImplemented
-    return part_like(func([own_values(each) for each in tensors], dim), part, part.placed.at(at))
+    return part_like(func([own_values(each) for each in tensors], dim), part, func, part.placed.at(at))
 
 
 def _dropped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -404,7 +405,7 @@ def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
     found = func(*args)
     if found is None:
         return None
-    part = SplitTensor.of(found, args[0].placed)
+    part = SplitTensor.of(found, args[0].placed, is_held=args[0].is_held)
     if isinstance(part, SplitTensor):
         part.gathered_views, part.source = args[0].gathered_views, found
     return part
@@ -482,7 +483,8 @@ def _lists(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(results, list | tuple):
         return results
     return [
-        part_like(t, part) if isinstance(part, SplitTensor) else t for t, part in zip(results, lists[0], strict=True)
+        part_like(t, part, func) if isinstance(part, SplitTensor) else t
+        for t, part in zip(results, lists[0], strict=True)
     ]
 
 

@@ -22,6 +22,7 @@ from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
+from lightning_multigpu.engine.tensor_split.parts import whole_values
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
@@ -430,8 +431,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        axis = self._axis
-        return checkpoint if axis is None or not axis.is_split else axis.layers.whole_values(checkpoint)
+        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
