@@ -383,8 +383,7 @@ def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:
 )
 def test_a_pattern_that_decides_nothing_is_refused(name: str, plan: dict[str, str], words: str) -> None:
     """The layers that it was meant for stayed whole in silence."""
-    options: dict[str, Any] = {"plan": plan} if name == "tensor_split" else {"tensor": {"plan": plan}}
-    trainer = make_trainer(Case(), make_strategy(name, **options), 4 if name == "hybrid" else 2)
+    trainer = make_trainer(Case(), make_strategy(name, plan=plan), 4 if name == "hybrid" else 2)
     with pytest.raises(ValueError, match=words):  # before a rank is started
         trainer.fit(Task(), text())
 
