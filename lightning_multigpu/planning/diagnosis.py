@@ -236,7 +236,7 @@ def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptio
     mean_s = sum(pipeline.busy_s.values()) / len(pipeline.busy_s)
     count, wall_s = pipeline.num_micro_batches, pipeline.wall_s
     fewer = ", or fewer micro-batches" if count > 1 else ""
-    more = strategy.with_pipeline(num_micro_batches=pipeline.more_micro_batches)
+    more = strategy.with_(num_micro_batches=pipeline.more_micro_batches)
     for kind, saving_s, evidence, remedy in (
         (
             "small micro-batches",
@@ -265,11 +265,11 @@ def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptio
 
 def _balance(strategy: StrategyOptions) -> str:
     counts = "the number of layers of each stage, balance=[...]"
-    if strategy.of_pipeline("split_points"):
+    if strategy.value("split_points"):
         return "Move split_points, so that the stages have as much work as each other."
-    if strategy.of_pipeline("balance") == "time":
+    if strategy.value("balance") == "time":
         return f'balance="time" cannot divide a layer: cut the largest layers into smaller ones, or pass {counts}.'
-    return f"Let the measured time of the layers decide: {strategy.with_pipeline(balance='time')}, or pass {counts}."
+    return f"Let the measured time of the layers decide: {strategy.with_(balance='time')}, or pass {counts}."
 
 
 def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions) -> Iterator[Finding]:
