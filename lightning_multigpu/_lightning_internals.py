@@ -72,7 +72,6 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -100,7 +99,6 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
     "attributes_of_lightning",
-    "averaged_copy",
     "check_cuda_fork",
     "check_main_guard",
     "disable_module_memory_sharing",
@@ -209,17 +207,6 @@ def draws_graph(logger: Any) -> bool:
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
     """The arguments of Lightning's ``DDPStrategy`` that it passes on to torch's ``DistributedDataParallel``."""
     return dict(getattr(strategy, "_ddp_kwargs", {}))
-
-
-def averaged_copy(callback: Callback) -> Module | None:
-    """The copy of the module in which a callback of Lightning averages weights; None where it has none.
-
-    Both callbacks that do so keep it under a private name.
-    """
-    if not isinstance(callback, WEIGHT_AVERAGES):
-        return None
-    average: Module | None = callback._average_model  # type: ignore[attr-defined]
-    return average.module if isinstance(average, AveragedModel) else average
 
 
 @contextmanager
