@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of, was_late
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,7 +47,6 @@ class RunSignals:
         due: bits of the signals that some process of the job has received, and all processes know.
         waits: whether ranks will agree on another batch. If not, SIGINT and SIGTERM act at once.
         agreed: bits of the signals that all ranks have acted on together.
-        late: whether a signal has waited out ``patience_s``, here or on the rank that this one follows.
     """
 
     def __init__(self) -> None:
@@ -67,7 +66,7 @@ class RunSignals:
         The other arguments are those of :meth:`begin`.
         """
         self.received = self.due = self.agreed = self._alone = 0
-        self.waits, self.late = True, False
+        self.waits = True
         self._signals = signals
         self._patience_s, self._on_signal, self._on_stuck = patience_s, on_signal, on_stuck
         self._handlers: dict[signal.Signals, Any] = {}
@@ -154,13 +153,8 @@ class RunSignals:
         return signum in self._signals and bool(self.agreed & self._bit(signum))
 
     def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread.
-
-        A signal that was late for that rank is late for this one, since both end with the same exit status.
-        """
-        number = signal_of(what)
-        if number is not None:
-            self.late = self.late or was_late(what)
+        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread."""
+        if (number := signal_of(what)) is not None:
             self.follow(number)
 
     def follow(self, signum: signal.Signals) -> None:
@@ -196,7 +190,7 @@ class RunSignals:
             return
         self._numbers[signum] += 1
         if signum in _ERRORS.values() and not self._steps and not self._bit(signum) & (self.agreed | self._alone):
-            self._steps = [(now_s + self._patience_s, partial(self._is_late, signum))]
+            self._steps = [(now_s + self._patience_s, partial(self.follow, signum))]
         ends = signum == signal.SIGINT or (signum == signal.SIGTERM and self._numbers[signum] > 1)
         if ends and self._on_signal is not None:
             self._on_signal(128 + signum, self._numbers[signum])  # the status of a shell
@@ -234,10 +228,6 @@ class RunSignals:
         for signum in self._signals:
             if bits & self._bit(signum) and callable(handlers.get(signum)):
                 handlers[signum](signum, None)
-
-    def _is_late(self, signum: signal.Signals) -> None:
-        self.late = True
-        self.follow(signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

@@ -119,7 +119,7 @@ class SpawnLauncher(MultiProcessingLauncher):
                     guardian.stop()
             raise
         finally:
-            # They end so at a second Ctrl-C, or at the first one in a deadlock.
+            # They end so at a second Ctrl-C.
             if ranks is not None and any(each.exitcode == INTERRUPTED_STATUS for each in ranks.processes):
                 os._exit(INTERRUPTED_STATUS)
         guardian.stop()
@@ -159,7 +159,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             if isinstance(error, SIGTERMException):
                 raise SystemExit(SIGTERM_STATUS) from None
             answers.send_bytes(pickle.dumps(_INTERRUPTED))
-            raise SystemExit(INTERRUPTED_STATUS if watch.signals.late else 1) from None
+            raise SystemExit(1) from None
         except SystemExit:
             watch.stop()
             raise
