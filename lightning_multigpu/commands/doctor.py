@@ -292,19 +292,19 @@ def _limit(kind: int) -> int | str:
 
 
 def _nccl(num_ranks: int) -> Facts:
-    """NCCL's version, as loaded, and the reason why ranks of this host cannot meet over it, if any."""
+    """NCCL's version, and the reason why ranks of this host cannot meet over it, if any."""
     import torch
 
-    from lightning_multigpu.job.shared_gpus import SHARING_NCCL, nccl_version
+    from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, sharing_backend
 
     if not torch.cuda.device_count():
         return {"nccl": None, "no_nccl_because": "torch sees no GPU"}
     if not torch.distributed.is_nccl_available():
         return {"nccl": None, "no_nccl_because": "torch is built without it"}
-    found = nccl_version()
-    must_share = num_ranks > torch.cuda.device_count() and found < SHARING_NCCL
-    reason = "there are fewer GPUs than ranks, which can share one from NCCL 2.31 on" if must_share else None
-    return {"nccl": ".".join(map(str, found)), "no_nccl_because": reason}
+    must_share = num_ranks > torch.cuda.device_count() and sharing_backend() != "nccl"
+    reason = f"fewer GPUs than ranks; NCCL shares them from 2.31 on, with {SHARING_VARIABLE}=1" if must_share else None
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return {"nccl": ".".join(map(str, version)), "no_nccl_because": reason}
 
 
 def _gpus() -> Facts:
