@@ -32,7 +32,8 @@ def handled() -> Iterator[list[int]]:
 def held(signals: list[signal.Signals], **options: Any) -> Iterator[RunSignals]:
     """They are held within the block; an interrupt that is acted on at its end is ignored."""
     deferring = RunSignals()
-    deferring.defer(signals, **options)
+    deferring.defer(signals)
+    vars(deferring).update(options)
     deferring.hold()
     try:
         yield deferring
