@@ -220,7 +220,7 @@ class FailureWatch:
             if self.client is not None:
                 signum = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
                 if signum is not None:  # the place at which a signal has struck is not the cause
-                    what = report_of(signum, late=self.signals.late)
+                    what = report_of(signum)
                     own = own._replace(what=what, traceback="")
                 self.client.failed(own)
         other = self.failure  # the guardian may have found another failure first

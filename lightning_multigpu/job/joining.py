@@ -22,7 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_multigpu.communication.digest import compared, model_table, value_text
 from lightning_multigpu.communication.interface import NO_WAY, source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
-from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
+from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
@@ -182,7 +182,7 @@ class Joining:
             limit,
             rank=run.rank,
             is_one_host=run.num_nodes == 1 and not run.admits_others,
-            is_kept=kept_by_torchrun(os.environ),
+            is_kept=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             connections=CONNECTIONS,
         ).open()
         LAST_STORE[:] = [store]

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of, was_late
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,29 +47,24 @@ class RunSignals:
         due: bits of the signals that some process of the job has received, and all processes know.
         waits: whether ranks will agree on another batch. If not, SIGINT and SIGTERM act at once.
         agreed: bits of the signals that all ranks have acted on together.
-        late: whether a signal has waited out ``patience_s``, here or on the rank that this one follows.
+        patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
+        on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the second
+            SIGTERM.
+        on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
     """
 
     def __init__(self) -> None:
         self._watch: _Watch | None = None
         self.defer([])
 
-    def defer(
-        self,
-        signals: list[signal.Signals],
-        *,
-        patience_s: float = float("inf"),
-        on_signal: Callable[[int, int], None] | None = None,
-        on_stuck: Callable[[], object] | None = None,
-    ) -> None:
-        """Sets the signals that :meth:`hold` defers; each has a bit, in this order.
-
-        The other arguments are those of :meth:`begin`.
-        """
+    def defer(self, signals: list[signal.Signals]) -> None:
+        """Sets the signals that :meth:`hold` defers; each has a bit, in this order."""
         self.received = self.due = self.agreed = self._alone = 0
-        self.waits, self.late = True, False
+        self.waits = True
         self._signals = signals
-        self._patience_s, self._on_signal, self._on_stuck = patience_s, on_signal, on_stuck
+        self.patience_s = float("inf")
+        self.on_signal: Callable[[int, int], None] | None = None
+        self.on_stuck: Callable[[], object] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._last_s: dict[signal.Signals, float] = {}
         self._numbers: Counter[signal.Signals] = Counter()
@@ -88,15 +83,8 @@ class RunSignals:
     ) -> bool:
         """Defers SIGINT from now on; workers that loaders fork later ignore it.
 
-        Args:
-            environment: Lightning's cluster environment, which detects SLURM.
-            patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
-            on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the
-                second SIGTERM.
-            on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
-
-        Returns:
-            False if the user's program has a handler for SIGINT: it is left alone.
+        Returns False if the user's program has a handler for SIGINT: it is left alone. ``environment`` is Lightning's
+        cluster environment, which detects SLURM. See the attributes for the other arguments.
         """
         signals = [signal.SIGTERM]
         requeue = getattr(environment, "requeue_signal", None)
@@ -105,7 +93,8 @@ class RunSignals:
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signals.append(signal.SIGINT)
-        self.defer(signals, patience_s=patience_s, on_signal=on_signal, on_stuck=on_stuck)
+        self.defer(signals)
+        self.patience_s, self.on_signal, self.on_stuck = patience_s, on_signal, on_stuck
         self.waits = False
         if is_ours:
             self.hold(signal.SIGINT)
@@ -154,13 +143,8 @@ class RunSignals:
         return signum in self._signals and bool(self.agreed & self._bit(signum))
 
     def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread.
-
-        A signal that was late for that rank is late for this one, since both end with the same exit status.
-        """
-        number = signal_of(what)
-        if number is not None:
-            self.late = self.late or was_late(what)
+        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread."""
+        if (number := signal_of(what)) is not None:
             self.follow(number)
 
     def follow(self, signum: signal.Signals) -> None:
@@ -171,8 +155,8 @@ class RunSignals:
         """
         if signum in self._signals and signal.getsignal(signum) == self._note:
             stuck_s = time.monotonic() + _MAIN_THREAD_S
-            stuck = [] if self._on_stuck is None else [(stuck_s, self._on_stuck)]
-            self._steps = [*stuck, (stuck_s + self._patience_s, partial(os._exit, 128 + signum))]
+            stuck = [] if self.on_stuck is None else [(stuck_s, self.on_stuck)]
+            self._steps = [*stuck, (stuck_s + self.patience_s, partial(os._exit, 128 + signum))]
             self._followed = signum
             self._own.add(signum)
             _thread.interrupt_main(signum)
@@ -196,10 +180,10 @@ class RunSignals:
             return
         self._numbers[signum] += 1
         if signum in _ERRORS.values() and not self._steps and not self._bit(signum) & (self.agreed | self._alone):
-            self._steps = [(now_s + self._patience_s, partial(self._is_late, signum))]
+            self._steps = [(now_s + self.patience_s, partial(self.follow, signum))]
         ends = signum == signal.SIGINT or (signum == signal.SIGTERM and self._numbers[signum] > 1)
-        if ends and self._on_signal is not None:
-            self._on_signal(128 + signum, self._numbers[signum])  # the status of a shell
+        if ends and self.on_signal is not None:
+            self.on_signal(128 + signum, self._numbers[signum])  # the status of a shell
 
     def hold(self, *only: signal.Signals) -> None:
         """Replaces the signals' handlers, by default all; only the main thread can, other threads do nothing."""
@@ -234,10 +218,6 @@ class RunSignals:
         for signum in self._signals:
             if bits & self._bit(signum) and callable(handlers.get(signum)):
                 handlers[signum](signum, None)
-
-    def _is_late(self, signum: signal.Signals) -> None:
-        self.late = True
-        self.follow(signum)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:

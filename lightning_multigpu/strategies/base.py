@@ -15,7 +15,6 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -291,11 +290,6 @@ class MultiGPUStrategy(ParallelStrategy):
     def groups(self) -> ProcessGroups | None:
         """The process groups of the run; None outside of one."""
         return self.collectives.groups
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks along the axes data, pipeline and tensor; None outside a run."""
-        return None if self.groups is None else self.groups.mesh
 
     @property
     def process_group_backend(self) -> str | None:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.shared_gpus import refusal_of_nccl, share_a_gpu
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, share_a_gpu, sharing_backend
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -129,11 +129,10 @@ def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> N
     """Checks that the process group back end lets the ranks of this host share a GPU, where they do."""
     if not share_a_gpu(devices) or _backend_for(backend or "nccl", "cuda") != "nccl":
         return
-    refusal = refusal_of_nccl()
-    if refusal is not None:
+    if sharing_backend() != "nccl":
         raise ValueError(
-            f"parallel_devices={[device.index or 0 for device in devices]}: {refusal}; pass "
-            "process_group_backend='gloo', or name each GPU once"
+            f"parallel_devices={[device.index or 0 for device in devices]}: ranks share a GPU over NCCL from version "
+            f"2.31 on, where {SHARING_VARIABLE}=1 is set; pass process_group_backend='gloo', or name each GPU once"
         )
 
 

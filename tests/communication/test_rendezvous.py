@@ -18,7 +18,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from lightning_multigpu.communication import main_store as main_store_module
 from lightning_multigpu.communication import rendezvous as rendezvous_module
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun, listening_socket
+from lightning_multigpu.communication.main_store import MainStore, listening_socket
 from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError
 from tests.world import free_port
 
@@ -250,9 +250,6 @@ class TestMainStore:
         assert capfd.readouterr().err.count("rank 0 at no-such-host.invalid") == 1
 
     def test_a_store_that_torchrun_keeps(self) -> None:
-        assert kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        assert not kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "False"})
-        assert not kept_by_torchrun({})
         kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         kept.set("key", "of the agent")
         assert main_store(0, kept.port, is_kept=True).open().get("key") == b"of the agent"

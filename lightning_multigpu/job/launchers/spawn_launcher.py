@@ -113,13 +113,13 @@ class SpawnLauncher(MultiProcessingLauncher):
                 if isinstance(error, KeyboardInterrupt) and ranks is not None:
                     ranks.interrupt()
                 elif ranks is not None:
-                    ranks.end()
+                    ranks.end(signal.SIGTERM, signal.SIGKILL)
             finally:
                 if not is_reported(error):
                     guardian.stop()
             raise
         finally:
-            # They end so at a second Ctrl-C, or at the first one in a deadlock.
+            # They end so at a second Ctrl-C.
             if ranks is not None and any(each.exitcode == INTERRUPTED_STATUS for each in ranks.processes):
                 os._exit(INTERRUPTED_STATUS)
         guardian.stop()
@@ -159,7 +159,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             if isinstance(error, SIGTERMException):
                 raise SystemExit(SIGTERM_STATUS) from None
             answers.send_bytes(pickle.dumps(_INTERRUPTED))
-            raise SystemExit(INTERRUPTED_STATUS if watch.signals.late else 1) from None
+            raise SystemExit(1) from None
         except SystemExit:
             watch.stop()
             raise
@@ -252,8 +252,7 @@ class _Ranks:
                 guardian.started(self._first_rank + local_rank, process.pid)
         except BaseException as error:
             guardian.kill()
-            self._signal(signal.SIGKILL)
-            self._join(self._timeout_s)
+            self.end(signal.SIGKILL)
             note_refusal(error, f"rank {len(self.processes)} of {run.ranks_per_host} on this host cannot start")
             raise
 
@@ -309,17 +308,15 @@ class _Ranks:
         self._signal(signal.SIGINT)
         self.await_end()
 
-    def end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+    def end(self, *numbers: signal.Signals) -> None:
+        """Sends the signals one after the other to those that have not ended in time."""
+        for number in numbers:
             self._signal(number)
-            self._join(self._timeout_s)
+            until_s = time.monotonic() + self._timeout_s
+            for process in self.processes:
+                process.join(max(0.0, until_s - time.monotonic()))
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.exitcode is None:
                 os.kill(process.pid, number)
-
-    def _join(self, timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.join(max(0.0, until_s - time.monotonic()))
