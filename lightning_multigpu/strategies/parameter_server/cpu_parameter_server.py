@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.parameter_server.host_transport import HostTransport
 from lightning_multigpu.placement.table import Split
 from lightning_multigpu.strategies import option_checks
@@ -46,7 +47,6 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
             option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
         self._split = optimizer_split
-        self.common.averages_buffers = True
         self._ranks: SharedMemoryAllReduce | None = None
         self._num_reserved = 0
 
@@ -66,6 +66,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        self.buffers = ModuleBuffers(self._module, self.collectives.data, averages=True)
         return self._begin_alike(model, self.collectives.data)
 
     @override
@@ -76,7 +77,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
             self._undo.callback(self._ranks.close)
             self.groups.also_cut.append(self._ranks.abort)
         super().setup_optimizers(trainer)
-        self.common.watch_given_gradients()
+        self._watch_given_gradients()
         self.owned.begin(self._transport)
         self.owned.clip_in_steps()
 
