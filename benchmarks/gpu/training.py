@@ -154,8 +154,7 @@ def _refused(word: str, place: Place, name: str, case: Case, **options: Any) -> 
 
 def recomputed(place: Place, *, name: str) -> str:
     """Layers that backward computes again."""
-    option: dict[str, Any] = {"activation_checkpointing": True}
-    case = replace(PLAIN, strategy={"pipeline": option} if name == "hybrid" else option)
+    case = replace(PLAIN, strategy={"activation_checkpointing": True})
     if name == "pipeline_zero_bubble":
         return _refused("activation_checkpointing", place, name, case)
     return equal(place, name=name, case=case)

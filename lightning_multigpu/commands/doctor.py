@@ -133,31 +133,24 @@ def meet(place: Placement, own: Facts, timeout_s: float) -> tuple[Store, list[Fa
     """
     from lightning_multigpu.communication.connections import Connections
     from lightning_multigpu.communication.main_store import MainStore
-    from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous
+    from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous
 
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "deadline_s": time.monotonic() + timeout_s, "check": lambda: None}
+    limit = Limit(time.monotonic() + timeout_s, timeout_s, lambda: None)
     store = MainStore(
         place.main_address,
         place.main_port,
+        limit,
         rank=place.agent,
         is_one_host=False,
         is_kept=place.has_store,
         connections=Connections(),
-        **limits,
     ).open()
-    arrival = Arrival(place.agent, own["host"], place.node_rank, os.getpid(), place.num_agents)
-    rendezvous = Rendezvous(
-        store, arrival, attempt=f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", **limits
-    )
-    if place.local_ranks[0] == 0:
-        rendezvous.offer(f"facts of node {place.node_rank}", own)
+    arrival = Arrival(place.agent, own["host"], place.node_rank, os.getpid(), place.num_agents, offer=own)
+    attempt = f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    rendezvous = Rendezvous(store, arrival, limit, attempt=attempt)
     rendezvous.check_in()
-    rendezvous.wait_for_all()
-    hosts = [rendezvous.wait_for(f"facts of node {node}") for node in range(place.num_nodes)]
-    rendezvous.offer(f"end of rank {place.agent}", True)
-    for agent in range(place.num_agents) if place.agent == 0 else ():  # the store may be in this process
-        rendezvous.wait_for(f"end of rank {agent}")
-    return store, hosts
+    facts = {each.node_rank: each.offer for each in rendezvous.wait_for()}
+    return store, [facts[node] for node in range(place.num_nodes)]
 
 
 def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -> dict[str, str]:

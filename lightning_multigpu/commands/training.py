@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
 
-import yaml
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
@@ -136,8 +135,7 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self._resumption: resume.Resumption | None = None
         if self._command == "fit":
-            run, given = resume.taken_out(args[1:])
-            self._resumption = None if run is None else resume.find(run)
+            self._resumption, given = resume.taken_out(args[1:])
             args = [args[0], *(given if self._resumption is None else self._resumption.options(given))]
         try:
             self.config = parser.parse_args(args)
@@ -158,10 +156,6 @@ class TrainingCLI(LightningCLI):
                 f"num_nodes={settings.trainer.num_nodes}, and there are {hosts} hosts (PL_TRAINER_NUM_NODES, which "
                 f"'{PROGRAM} emulate' sets); pass --trainer.num_nodes={hosts}, or leave num_nodes out"
             )
-        resume.check_checkpoint(settings.ckpt_path)
-        if self._resumption is not None:
-            self._resumption.check(self._settings())
-            resume.check_epochs(self._resumption.file, settings.trainer.max_epochs)
 
     def _hint(self, message: str) -> str:
         """A line with the setting, option or class of this pack that is nearest to what jsonargparse has refused."""
@@ -176,13 +170,6 @@ class TrainingCLI(LightningCLI):
         known |= {name.rpartition(".")[2]: name for name in settings}
         near = nearest(refused[1].rpartition(".")[2], known)
         return f"\nDid you mean {known[near]!r}?" if near else ""
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings as they are saved beside the logs."""
-        name = self.config.subcommand
-        dumped = self._subcommand_parsers[name].dump(self.config[name], skip_none=False, format="yaml")
-        settings: dict[str, Any] = yaml.safe_load(dumped)
-        return settings
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -209,16 +196,6 @@ class TrainingCLI(LightningCLI):
                     f"{failed.__name__} needs a missing package: {command[1] if command else error}"
                 ) from error
             raise error from None
-
-    @override
-    def after_instantiate_classes(self) -> None:
-        if self.config[self.config.subcommand].ckpt_path == "last":
-            found = resume.find_last(self.trainer, self._settings())
-            if found is not None and self._command == "fit":
-                resume.check_epochs(found, self.trainer.max_epochs)
-            if found is not None:
-                for config in (self.config, self.config_init):
-                    config[self.config.subcommand].ckpt_path = found.path
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence, Sized
 from types import NoneType
@@ -146,24 +145,10 @@ def warn_of_repeats(trainer: pl.Trainer, loader: Any, batches: CountedBatchSampl
         )
 
 
-def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
-    """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
-
-    Raises:
-        ValueError: Lightning would lose a batch sampler or its own sampler, or there are too few samples to predict.
-    """
+def check_loaders(trainer: pl.Trainer) -> None:
+    """Raises ValueError for a loader whose batch sampler, or the sampler of that, Lightning would leave out."""
     for loader in given_loaders(trainer):
         kind = type(loader.batch_sampler)
-        if hasattr(loader.batch_sampler, "drop_last") and not hasattr(loader.batch_sampler, "__pl_saved_args"):
-            _, *others = inspect.signature(kind).parameters.values()
-            named = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-            if further := [name for name in named if name not in ("batch_size", "drop_last")]:
-                raise ValueError(
-                    f"{kind.__name__} cannot get the ranks' sampler, because of its further arguments "
-                    f"({', '.join(further)}): set defaults for them, return the loader from a hook such as "
-                    "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
-                    "each rank's batches"
-                )
         if loader.batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
             own = loader.batch_sampler.sampler
             if kind is BatchSampler and not trainer.predicting:
@@ -178,12 +163,6 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
                     f"{kind.__name__}: give the dataset only the samples to draw, or pass "
                     "Trainer(use_distributed_sampler=False) and a batch sampler with each rank's batches"
                 )
-        size = len(loader.sampler) if isinstance(loader.sampler, Sized) else num_replicas
-        if trainer.predicting and 0 < size < num_replicas:
-            raise ValueError(
-                f"predict: {size} samples, or whole batches, are fewer than {num_replicas} data ranks, and each rank "
-                f"needs one: predict on devices={size} or fewer"
-            )
 
 
 def complete_resumed_epoch(trainer: pl.Trainer) -> None:

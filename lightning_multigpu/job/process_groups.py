@@ -77,7 +77,7 @@ class ProcessGroups:
         self._timeout = timeout
         self.also_cut: list[Callable[[], None]] = []
         self.settle_control: Callable[[], bool] = lambda: True
-        self._before: dict[str, str | None] = {}
+        self._undo = contextlib.ExitStack()
         self._is_stuck = False
         self._cutting = threading.Lock()
         self._port = environment.main_port
@@ -86,7 +86,7 @@ class ProcessGroups:
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            self._set({"GLOO_SOCKET_IFNAME": interface})
+            self._set("GLOO_SOCKET_IFNAME", interface)
         try:
             self.mesh = self._connect(environment, interface, store, shape)
         except BaseException:
@@ -190,18 +190,12 @@ class ProcessGroups:
         elif dist.is_initialized():
             for group in own:
                 dist.destroy_process_group(group)
-        while self._before:
-            name, value = self._before.popitem()
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._undo.close()
 
-    def _set(self, variables: dict[str, str]) -> None:
-        """Sets variables until :meth:`leave`: programs that are started later must not inherit them."""
-        for name, value in variables.items():
-            self._before.setdefault(name, os.environ.get(name))
-            os.environ[name] = value
+    def _set(self, name: str, value: str) -> None:
+        """Sets a variable until :meth:`leave`: programs that are started later must not inherit it."""
+        before, os.environ[name] = os.environ.get(name), value
+        self._undo.callback(*(os.environ.pop, name) if before is None else (os.environ.__setitem__, name, before))
 
     def _connect(
         self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
@@ -236,7 +230,8 @@ class ProcessGroups:
         if dist.is_initialized():
             return
         assert store is not None
-        self._set({"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)})
+        self._set("MASTER_ADDR", environment.main_address)
+        self._set("MASTER_PORT", str(environment.main_port))
         if self._timeout is not None:
             store.set_timeout(self._timeout)
         dist.init_process_group(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_dense, check_embeddings, check_has_shapes
 from lightning_multigpu.job.batch_feed import check_loaders
-from lightning_multigpu.job.joining import check_alike, check_model, table_of
+from lightning_multigpu.job.joining import check_model, table_of
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.process_groups import ProcessGroups
@@ -80,8 +80,19 @@ def join(strategy: MultiGPUStrategy) -> None:
     """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
     run, watch = strategy.run_context, strategy.failure_watch
     reset_seed()
-    precision = strategy.precision_plugin.precision
-    alike = table_of(run, strategy=type(strategy).__qualname__, options=strategy.options, precision=precision)
+    trainer: Any = None if strategy.lightning_module is None else strategy.lightning_module._trainer
+    callbacks = [] if trainer is None else trainer.callbacks
+    settings = {
+        "strategy": type(strategy),
+        **{f"option {name}": value for name, value in strategy.options.items()},
+        "precision": strategy.precision_plugin.precision,
+        "accumulate_grad_batches": getattr(trainer, "accumulate_grad_batches", 1),
+        **{
+            type(c).__name__: dict(sorted(c.scheduling.items()))
+            for c in callbacks
+            if isinstance(c, GradientAccumulationScheduler)
+        },
+    }
     with strategy.joining.limited(run):
         groups = ProcessGroups(
             run.environment,
@@ -89,7 +100,7 @@ def join(strategy: MultiGPUStrategy) -> None:
             (strategy.data_parallel_size, strategy.pipeline_parallel_size, strategy.tensor_parallel_size),
             backend=run.backend,
             timeout=strategy._timeout,
-            store=strategy.joining.meet(run, alike),
+            store=strategy.joining.meet(run, table_of(run, settings)),
         )
         strategy._process_group_backend = groups.backend
         strategy.collectives.join(groups)
@@ -113,15 +124,8 @@ def check(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
     if is_fit:
         check_has_shapes(module)
         check_dense(module)
-    check_loaders(trainer, strategy.data_parallel_size)
+    check_loaders(trainer)
     if strategy.groups is not None:
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        schedules = [c.scheduling for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
-        accumulated = {
-            "accumulate_grad_batches": str(trainer.accumulate_grad_batches),
-            "GradientAccumulationScheduler": ", ".join(str(dict(sorted(each.items()))) for each in schedules) or "none",
-        }
-        check_alike(accumulated, strategy.collectives.world)
         check_model(module, strategy.collectives.world)
     directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
     if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only

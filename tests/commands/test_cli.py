@@ -266,7 +266,6 @@ class TestRefused:
              "process_group_backend='nccl' moves no tensors on 'cpu' in this build of torch; pass "),
             (["fit", "--config=rnu.yaml"], "File does not exist: "),
             (["fit"], "the following arguments are required: fit.model"),
-            (["validate", *ON_CPU, "--ckpt_path=last.ckpt"], "ckpt_path='last.ckpt': there is no such file."),
         ],
     )  # fmt: skip
     def test_refused_arguments(
@@ -281,8 +280,6 @@ class TestRefused:
             ("emulate --nodes 2", "no command to run"),
             ("emulate --nodes 0 -- true", "num_hosts=0 is out of range"),
             ("emulate --devices 0 -- true", "--devices 0"),
-            ("emulate --bandwidth fast -- true", "bandwidth='fast'"),
-            ("emulate --burst 1b -- true", "smaller than one frame"),
             ("plan --example=gpt3_175", "Did you mean 'gpt3_175b'?"),
             ("plan --preset=a100_100gb", "--preset: 'a100_100gb' is unknown. Did you mean 'a100_100gbit'?"),
             ("plan --example=seed --batch=2", "--batch is no option with --example=seed, which takes --nodes"),

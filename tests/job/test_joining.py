@@ -89,11 +89,12 @@ def invitations(secret: str) -> list[Any]:
     Each rank takes itself for a host of its own, with the job's secret that its launcher has set.
     """
     seen: list[Any] = []
-    offer = Rendezvous.offer
+    check_in = Rendezvous.check_in
 
-    def observed(self: Rendezvous, name: str, value: Any) -> None:
-        offer(self, name, value)
-        seen.extend([value["secret"], lambda: self._store.check([f"offer/{name}"])])
+    def observed(self: Rendezvous) -> None:
+        check_in(self)
+        if self._own.offer is not None:
+            seen.extend([self._own.offer["secret"], lambda: self._store.check([f"note/{self._ticket}"])])
 
     class Looks(Classifier):
         def on_train_start(self) -> None:
@@ -103,7 +104,7 @@ def invitations(secret: str) -> list[Any]:
         for name, value in {"LOCAL_RANK": "0", "NODE_RANK": str(rank()), JOB_SECRET: secret}.items():
             if value:
                 patch.setenv(name, value)
-        patch.setattr(Rendezvous, "offer", observed)
+        patch.setattr(Rendezvous, "check_in", observed)
         case = Case(num_samples=16, trainer={"num_nodes": 2})
         fit_module(Looks(), RingDDPStrategy(join_timeout_s=60), 1, case)
     return seen
@@ -123,8 +124,8 @@ def test_the_secret_of_the_hosts_does_not_stay_in_the_store(world2: World, secre
 def test_what_hosts_compare(secret: str, shown: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if secret:
         monkeypatch.setenv(JOB_SECRET, secret)
-    table = joining.table_of(replace(RUN, num_nodes=2), strategy="A", options={}, precision="64-true")
-    assert (table["strategy"], table[JOB_SECRET]) == ("A", shown)
+    table = joining.table_of(replace(RUN, num_nodes=2), {"strategy": 3})
+    assert (table["strategy"], table[JOB_SECRET]) == ("3", shown)
     with pytest.raises(ValueError, match=r"has 6 characters; it must have 32 or more"):
         job_secret({JOB_SECRET: "secret"})
 

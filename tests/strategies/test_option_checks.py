@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_multigpu import DataParallelStrategy, HybridStrategy, PipelineStrategy, RingDDPStrategy, ShardedStrategy
+from lightning_multigpu import DataParallelStrategy, PipelineStrategy, RingDDPStrategy, ShardedStrategy
 from lightning_multigpu.job import shared_gpus
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
@@ -55,11 +55,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: RingDDPStrategy(compression="int8", ddp_comm_hook=print), "both choose how gradients travel"),
     (lambda: RingDDPStrategy(verify_steps=1, static_graph=True), "verify_steps=1 and static_graph=True: .* leave one"),
     (lambda: PipelineStrategy(verify_steps=-1), "verify_steps=-1 is out of range; pass a whole number of 0 or more"),
-    (
-        lambda: HybridStrategy(activation_checkpointing=True),
-        "=True: .* pass pipeline={'activation_checkpointing': ...}",
-    ),
-    (lambda: HybridStrategy(verify_steps=1), "verify_steps=1: .* pass pipeline={'verify_steps': ...}"),
 ]
 
 

@@ -90,7 +90,8 @@ class ScalingCLI(TrainingCLI):
 
     def configuration(self) -> str:
         """The configuration that ``fit`` takes, with the strategy that is ranked first."""
-        settings, first = self._settings(), self.ranking.first
+        first, dump = self.ranking.first, self._subcommand_parsers["fit"].dump
+        settings = yaml.safe_load(dump(self.config["fit"], skip_none=False, format="yaml"))
         classes = {row.name: row for row in STRATEGIES}
         row = classes[first.candidate.strategy]
         options = {**row.options, **first.candidate.options}

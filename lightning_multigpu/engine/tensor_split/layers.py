@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -52,7 +51,7 @@ def _is_conv1d(kind: type) -> bool:
 
 
 class SplitLayer(nn.Module):
-    """A layer of which each rank has a part. It is copied as one, and pickled as the whole layer that it was."""
+    """A layer of which each rank has a part. It is copied and pickled as the whole layer that it was."""
 
     weight: Any
     bias: Any
@@ -62,11 +61,6 @@ class SplitLayer(nn.Module):
     """The weight is (in, out), as in the Conv1D of transformers."""
     whole_kind: type[nn.Module]
     """The class of the whole layer."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = self.__new__(type(self))
-        vars(copied).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
-        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in vars(self).items() if name not in _OURS}

@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu._lightning_internals import (
+    EndOfRun,
+    SubprocessScriptLauncher,
+    given_checkpoint,
+    set_num_threads_if_needed,
+)
 from lightning_multigpu.job.guardian import Guardian
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import note_refusal
@@ -45,7 +50,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
             self._check(trainer)
-            args = self._joining.resume(function, args, trainer)
+            self._joining.resumes = given_checkpoint(function, args) is not None
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         watch = self._joining.watch
         guardian: Guardian | None = None
@@ -87,8 +92,20 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
+        environment = self.cluster_environment
         try:
-            self._start_processes()
+            if not are_waiting():
+                self._call_children_scripts()
+                return
+            os.environ.update(
+                MASTER_ADDR=environment.main_address,
+                MASTER_PORT=str(environment.main_port),
+                NODE_RANK=str(environment.node_rank()),
+                LOCAL_RANK=str(environment.local_rank()),
+                WORLD_SIZE=str(self.num_processes * self.num_nodes),
+            )
+            for local_rank in range(1, self.num_processes):
+                self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
         except BaseException as error:
             guardian.kill()
             for process in self.procs:
@@ -96,21 +113,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
                 process.wait()
             note_refusal(error, f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start")
             raise
-
-    def _start_processes(self) -> None:
-        if not are_waiting():
-            self._call_children_scripts()
-            return
-        environment = self.cluster_environment
-        os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK=str(environment.local_rank()),
-            WORLD_SIZE=str(self.num_processes * self.num_nodes),
-        )
-        for local_rank in range(1, self.num_processes):
-            self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
 
     @override
     def kill(self, signum: signal.Signals | int) -> None:

@@ -91,15 +91,17 @@ def plan(
         held: bytes that each rank holds, by position.
         steps_s: predicted seconds of a step from each round of measurements.
     """
-    forward_s, backward_s, _ = costs.pass_times(bounds)
     return PipelinePlan(
         schedule=schedule,
         num_micro_batches=costs.num_micro_batches,
         stages=tuple(
             PlannedStage(
-                sum(parameter_bytes[start:stop]), forward_s[stage], backward_s[stage], costs.parts[stop].output_bytes
+                sum(parameter_bytes[start:stop]),
+                costs.forward_s(start, stop),
+                costs.backward_s(start, stop),
+                costs.parts[stop].output_bytes,
             )
-            for stage, (start, stop) in enumerate(bounds)
+            for start, stop in bounds
         ),
         memory=tuple(
             PlannedMemory(own.parameters_bytes, own.gradients_bytes, own.optimizer_bytes, *activations)

@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -29,7 +29,6 @@ from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.job.process_groups import leave_world
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.server_process import ServerProcess
-from lightning_multigpu.placement.table import Split
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
@@ -65,9 +64,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             serve`` with the ``MASTER_ADDR`` and ``MASTER_PORT`` of the job.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
             on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
-        optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
-            "nothing", where one server makes the whole update. By default "elements" for torch's optimizers that work
-            element by element, "tensors" for its others, and "nothing" for other classes.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -82,7 +78,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto", "external"] = "auto",
         bucket_cap_mb: float | None = None,
-        optimizer_split: Split | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
@@ -100,10 +95,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
             option_checks.check_number("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
             option_checks.check_number("bucket_cap_mb", bucket_cap_mb)
-        if optimizer_split is not None:
-            option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
-        self._split = optimizer_split
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
         if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.check_replicas_every):
@@ -123,7 +115,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def options(self) -> dict[str, Any]:
         return {
             **super().options,
-            "optimizer_split": self._split,
             "mode": self._mode,
             "max_staleness": self._max_staleness,
             "num_servers": self._num_servers,
@@ -249,12 +240,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     def _transport(self, optimizer: Optimizer) -> ServerTransport:
         assert self._connections is not None
-        return ServerTransport(
-            optimizer,
-            self._connections,
-            split=self._split,
-            bucket_bytes=self._bucket_bytes,
-        )
+        return ServerTransport(optimizer, self._connections, bucket_bytes=self._bucket_bytes)
 
     @override
     def server_statistics(self) -> ServerStatistics | None:

@@ -18,7 +18,7 @@ from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import first_part, moved
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe
+from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 NUM_ROUNDS = 5
 """Rounds of measurements: each measures every number of micro-batches, so that a busy moment affects all numbers."""
-_ROUND_S = 0.2
 
 
 class PlanError(ValueError):
@@ -174,7 +173,6 @@ def _plan(
     sizes = chain.training_bytes(one.optimizers)
     even = options.bounds(chain, num_ranks)
     ends = Ownership(one.lightning_module, chain, even, 0, num_ranks).end_bytes(one.optimizers)
-    on_all = any(uses > {0, 1 + len(chain)} for uses in chain.uses.values())
 
     def costs_of(parts: Sequence[PartCost]) -> StageCosts:
         return StageCosts(
@@ -185,7 +183,6 @@ def _plan(
             stages_per_rank=options.num_stages_of_rank,
             num_micro_batches=num_micro_batches,
             end_bytes=ends,
-            elsewhere_s=None if on_all else 0.0,
         )
 
     costs = costs_of(median_costs(rounds))
@@ -209,7 +206,7 @@ class Measurement:
     """Measures the parts of ``training_step``, round by round, on one device.
 
     Random states, gradients, and the module's buffers and attributes are restored after each round. ``recompute`` is as
-    in :class:`.CostProbe`; ``rounds`` has the costs of the parts in each round.
+    in :func:`.layer_costs`; ``rounds`` has the costs of the parts in each round.
     """
 
     def __init__(
@@ -224,21 +221,22 @@ class Measurement:
         self._module, self._plugin = one.lightning_module, one.precision_plugin
         self._args = (micro_batch, *others)
         self._chain = chain
-        ownership = Ownership(self._module, chain, [(0, len(chain))], 0, 1, device=one.root_device)
-        self._use_probe = UseProbe(ownership, 0)
-        self._probe = CostProbe(ownership, 0, recompute, fewest_runs=1, enough_s=_ROUND_S)
+        self._ownership = Ownership(self._module, chain, [(0, len(chain))], 0, 1, device=one.root_device)
+        self._recompute = recompute
         self.rounds: list[list[PartCost]] = []
 
     def watch(self) -> None:
         """Finds the stages that will use tensors outside of the layers."""
         with models_in_stages(self._module), without_trace(self._module):
-            uses = self._use_probe.watch(self._step, lambda: [vars(part) for part in self._module.modules()])
+            uses = UseProbe(self._ownership, 0).watch(
+                self._step, lambda: [vars(part) for part in self._module.modules()]
+            )
         self._chain.learn([uses])
 
     def run(self) -> None:
         """Measures once more."""
         with models_in_stages(self._module), without_trace(self._module):
-            found = self._probe.measure(self._step)
+            found = layer_costs(self._ownership, self._step, 0, self._recompute)
         self.rounds.append([found.get(part, PartCost()) for part in range(len(self._chain) + 2)])
 
     def _step(self) -> Any:

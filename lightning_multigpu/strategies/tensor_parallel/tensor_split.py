@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import averaged_copy, plain_optimizer
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.step_state import other_random_states, torch_random_states
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole
+from lightning_multigpu.engine.tensor_split.parts import whole, whole_values
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -255,9 +255,6 @@ class TensorSplitStrategy(RingDDPStrategy):
                 proves=self._verify_steps > 0,
             )
         self._split_plan = plan
-        for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
-            self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
-            self._layers.cut_copy(copy, lambda: self._is_split and self.saves.gathers)
         rank_zero_info(summary(plan))
         if self.reducer is not None:
             self.model = self._wrapped(module)
@@ -361,8 +358,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     @override
     def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        layers = self._layers if self._is_split else None
-        return checkpoint if layers is None else layers.whole_values(checkpoint)
+        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
 
 def _checksum_of_random_states(device: torch.device) -> int:

@@ -26,8 +26,8 @@ INPUT_BYTES = 4 * WIDTH
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short rounds; no process can be started."""
-    monkeypatch.setattr(pipeline_planner, "_ROUND_S", 0.01)
+    """One round; no process can be started."""
+    monkeypatch.setattr(pipeline_planner, "NUM_ROUNDS", 1)
 
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a process was about to be started")
