@@ -9,13 +9,12 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.hierarchy import Done, Pending
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.rank_ranges import ranks_text
@@ -33,6 +32,22 @@ _READ_TIMEOUT_S = 60
 
 Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
+
+
+class Pending(Protocol):
+    """A tensor that is being reduced."""
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, reduced."""
+
+
+class Done(NamedTuple):
+    """A tensor that is reduced."""
+
+    tensor: Tensor
+
+    def finish(self) -> Tensor:
+        return self.tensor
 
 
 class _OnStream(NamedTuple):
