@@ -41,8 +41,8 @@ from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
+from lightning_multigpu.strategies.steps.dry_run import ShareProof
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
-from lightning_multigpu.strategies.steps.share_proof import ShareProof
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
         verify_steps: so many batches of a fit are compared before they train: on each rank the gradients of two halves
             have to add up to those of the batch, as they do unless the loss couples the samples of a batch; see
-            :class:`.SumCheck`. 0 compares nothing. Has no effect in manual optimization.
+            :class:`.PartsCheck`. 0 compares nothing. Has no effect in manual optimization.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
             the same values; a difference raises an error that names the parameters and the ranks. None checks at the
             end of a fit only, 0 never. A check reads all parameters once.
