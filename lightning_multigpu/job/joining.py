@@ -28,7 +28,7 @@ from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvo
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.host_links import node_name, silence
-from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
+from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
 
@@ -119,8 +119,7 @@ class Joining:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             start_timeout_s = run.join_timeout_s
             if run.local_rank == 0:
-                with contextlib.suppress(AddressTakenError):  # by another process of the job
-                    guardian = start_guardian(run, address)
+                guardian = start_guardian(run, address)
         client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
         return client, guardian
 

@@ -261,18 +261,14 @@ class GuardianClient:
                 self._connection.send(kind, descriptors=descriptors, **fields)
 
     def _welcome(self, deadline_s: float) -> Message:
-        while True:
+        why = "it does not answer in time"
+        while (left_s := deadline_s - time.monotonic()) > 0 and not self._connection.closed:
+            select.select([self._connection], [], [], left_s)
             for message in self._connection.arriving():
-                if message["kind"] == "refused":
-                    raise GuardianError(f"the guardian refuses rank {self.rank}: {message.get('why')}")
                 if message["kind"] == "welcome":
                     return message
-            if self._connection.closed:
-                raise GuardianError(f"the guardian has closed the connection to rank {self.rank}; has it ended?")
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
-            select.select([self._connection], [], [], left_s)
+                why = str(message.get("why"))
+        raise GuardianError(f"the guardian does not take rank {self.rank}: {why}")
 
 
 def _line_of(sock: socket.socket) -> bytes:
@@ -297,20 +293,12 @@ def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float
             if not (why := foreign(sock)):
                 return sock
             problem = f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}"
-        except BlockingIOError:
-            limit_s += timeout_s
-            problem = (
-                f"the process at the guardian's address on {host_name()} takes no connection of rank {rank}: its queue "
-                f"is full. Is the guardian stopped, or is it another program (`ss -xlp | grep {address}`)?"
-            )
         except OSError as error:
-            problem = f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?"
-            if start_timeout_s:
-                problem = (
-                    f"rank {rank} has found no guardian on {host_name()} within {start_timeout_s:g} s: the first rank "
-                    "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
-                    "for all ranks of the host, and has one of them LOCAL_RANK=0?"
-                )
+            limit_s += timeout_s * isinstance(error, BlockingIOError)  # its queue is full
+            problem = f"rank {rank} finds no guardian on {host_name()} within {limit_s:g} s: {error}" + (
+                ". The first rank of a host starts it: are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for all "
+                "ranks of the host, and has one of them LOCAL_RANK=0?"
+            ) * (start_timeout_s > 0)
         sock.close()
         if time.monotonic() - began_s > limit_s:
             raise GuardianError(problem)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightning_multigpu.job.guardian.blocking import print_text
-from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
+from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
-from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.job.guardian.ranks import Ranks
 
 # The share of failure_timeout_s in which ranks may end themselves; the rest is for the kernel and the message.
 OWN_TIME = 0.9
@@ -21,9 +21,7 @@ class Shutdown:
 
     def __init__(self, failure: Failure, since_s: float, timeout_s: float, waits: list[str]) -> None:
         self.failure, self.waits = failure, waits
-        self._own_time_s = OWN_TIME * timeout_s
-        self._kill_at_s = since_s + self._own_time_s
-        self._killed: list[WatchedRank] = []
+        self._kill_at_s = since_s + OWN_TIME * timeout_s
         self.is_printed = False
 
     def hurry(self, now_s: float) -> None:
@@ -44,13 +42,11 @@ class Shutdown:
         left = [rank for rank, state in states.items() if state != ENDED]
         if self.is_late(now_s) or all(states[rank] == STOPPED for rank in left):
             for rank in left:
-                if rank not in self._killed:
-                    self._killed.append(rank)
-                    rank.process.kill()
+                rank.process.kill()
         return not left
 
     def print(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
-        """Prints the failure in the terminal, once: the traceback, the killed ranks, the other ranks' collectives.
+        """Prints the failure in the terminal, once: the traceback, the other ranks' collectives, and one line.
 
         ``has_traceback``: the failed rank has printed its traceback. ``advice`` is the last line.
         """
@@ -59,10 +55,5 @@ class Shutdown:
         self.is_printed = True
         is_here = ranks.get(self.failure.rank) is not None
         lines = [folded(self.failure.traceback).rstrip()] if is_here and not has_traceback else []
-        if others := [rank for rank in self._killed if rank.rank != self.failure.rank]:
-            names = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in others)
-            lines.append(
-                f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
-            )
         lines += [*closing_lines(self.failure, self.waits), advice]
         print_text("".join(f"{line}\n" for line in lines if line), limit_s=_LIMIT_S)

@@ -20,7 +20,7 @@ from lightning_multigpu.job.guardian.host_links import Hosts
 from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
-from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.job.guardian.ranks import Found, Ranks, WatchedRank
 from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
 from lightning_multigpu.job.guardian.workers import Workers
 
@@ -33,7 +33,6 @@ class Watchdog:
     """The guardian of one host, with the settings that :meth:`.Guardian.start` has sent."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._is_found: bool = settings["is_found"]  # by ranks that it does not know yet
         self._timeout_s: float = settings["failure_timeout_s"]
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = clock_s()
@@ -150,32 +149,29 @@ class Watchdog:
 
     def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
         """True while ranks may still connect: without a guardian they would wait for long."""
-        return self._is_found and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
+        return len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
 
     def _observe(self) -> None:
         self._observe_interrupts()
         self._ranks.others_wait = self._hosts.others_wait
-        # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
-        found = None
-        if self._shutdown is None:
-            resting = not self._ranks.at_work and bool(self._ranks.resting)
-            found = self._hosts.observe(self._now_s, resting=resting)
-        if self._shutdown is None and found is None:
-            found = self._ranks.observe(self._now_s)
-            if found is not None:
-                self._read_rest()
-                found = self._ranks.observe(self._now_s)
-        if found is not None:
+        if self._shutdown is None and (found := self._find()) is not None:
             self._fail(found.failure, found.since_s)
-        if self._shutdown is None:
-            self._observe_owner()
-        if self._shutdown is None:
-            self._observe_end()
-        if self._shutdown is None and (hang := self._hang_watch.observe(self._now_s)) is not None:
-            self._fail(hang.failure, hang.since_s)
         pids = {rank.process.pid for rank in self._ranks}
         for rank in self._ranks.at_work:
             self._workers.note(rank.process.pid, pids)
+
+    def _find(self) -> Found | None:
+        """The job's failure, if there is one; else releases the ranks once all have reached the end of their run."""
+        # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
+        found = self._hosts.observe(self._now_s, resting=not self._ranks.at_work and bool(self._ranks.resting))
+        if found is None and self._ranks.observe(self._now_s) is not None:
+            self._read_rest()
+            found = self._ranks.observe(self._now_s)
+        found = found or self._owner_failure()
+        if found is None and self._shutdown is None:
+            self._observe_end()
+            found = self._hang_watch.observe(self._now_s)
+        return found
 
     def _observe_end(self) -> None:
         """Releases the ranks once all have reached the end: until then the failure of one fails all."""
@@ -213,14 +209,15 @@ class Watchdog:
                 rank.process.kill()
         return self._workers_have_ended(ended) and not left
 
-    def _observe_owner(self) -> None:
-        if not self._owner_gone and self._owner.state() == ENDED:
-            self._owner_gone = True
-            exit_code = self._owner.exit_code()
-            is_rank = any(rank.process.pid == self._owner.pid for rank in self._ranks)
-            if exit_code != 0 and self._ranks.at_work and not is_rank:
-                what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
-                self._fail(Failure(what, host=host_name()), self._now_s)
+    def _owner_failure(self) -> Found | None:
+        if self._owner_gone or self._owner.state() != ENDED:
+            return None
+        self._owner_gone, exit_code = True, self._owner.exit_code()
+        is_rank = any(rank.process.pid == self._owner.pid for rank in self._ranks)
+        if exit_code == 0 or is_rank or not self._ranks.at_work:
+            return None
+        what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
+        return Found(Failure(what, host=host_name()), self._now_s)
 
     def _fail(self, failure: Failure, since_s: float) -> None:
         """Ends the job with a failure, if it is the first: later ones are its consequences."""
@@ -384,9 +381,7 @@ class Watchdog:
                 except ProcessLookupError:
                     what = "ended before it could be watched"
                     self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
-                except OSError:  # no descriptor or memory is left: it is watched once it connects
-                    continue
-                except ValueError as error:  # another process has sent a wrong number
+                except (OSError, ValueError) as error:  # another process has sent a wrong number
                     self._fail(Failure(str(error), host=host_name()), self._now_s)
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]

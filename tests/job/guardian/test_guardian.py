@@ -47,9 +47,7 @@ def test_after_leaving_an_exit_status_means_nothing(capfd: pytest.CaptureFixture
 def test_who_does_not_end_when_told_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("time.sleep(60)", "os._exit(3)", failure_timeout_s=2.0) as job:
         job.ends(-signal.SIGKILL, 3)
-    err = capfd.readouterr().err
-    assert f"rank 0 (pid {job.ranks[0].pid})" in err
-    assert err.splitlines()[-1].startswith("The job failed: rank 1 (")
+    assert capfd.readouterr().err.startswith("The job failed: rank 1 (")
 
 
 def test_a_job_that_is_paused_as_a_whole_goes_on(capfd: pytest.CaptureFixture[str]) -> None:

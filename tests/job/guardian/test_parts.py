@@ -8,13 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from lightning_multigpu.job.guardian import protocol
 from lightning_multigpu.job.guardian.failure import MAX_TRACEBACK, MAX_WHAT, Failure
 from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, parse_stat, read_stat
 from lightning_multigpu.job.guardian.protocol import MAX_LINE_BYTES, Connection, ProtocolError, decode, encode
@@ -138,24 +136,6 @@ def test_a_process_that_cannot_be_looked_at_is_what_it_was(sleeper: subprocess.P
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     watched.close()
-
-
-def test_a_guardian_without_a_descriptor_left_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has connected stays at the listener, which is ready at once again."""
-    pauses: list[float] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
-        listener.setblocking(False)
-        monkeypatch.setattr(time, "sleep", pauses.append)
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
-        try:
-            assert list(protocol.accepted(listener)) == []
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        assert len(pauses) == 1
-        for accepted in protocol.accepted(listener):
-            accepted.close()
-        assert len(pauses) == 1, "nor does it wait otherwise"
 
 
 class FakeProcess:

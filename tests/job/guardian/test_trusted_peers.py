@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import pytest
 
-from lightning_multigpu.job.guardian import proc
 from lightning_multigpu.job.guardian.blocking import done_within, print_text
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
 from lightning_multigpu.job.guardian.protocol import Connection
@@ -36,7 +35,7 @@ class Guarded:
         os.ftruncate(self._pages, PAGE_BYTES)
         self.watchdog = Watchdog({
             "num_ranks": 1, "failure_timeout_s": 600.0,
-            "owner_pid": os.getpid(), "is_found": False, "listener": listener.detach(),
+            "owner_pid": os.getpid(), "listener": listener.detach(),
             "owner_link": theirs.detach(), "pages": self._pages, "hang_report_s": 1.0, "owner_stays": False,
         })  # fmt: skip
         self.watchdog._tick_s = 0.0
@@ -57,23 +56,6 @@ def guarded() -> Iterator[Guarded]:
     guarded = Guarded()
     yield guarded
     guarded.end()
-
-
-def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a free descriptor, the word of the process that had started a rank ended the guardian."""
-
-    def refuse(pid: int) -> NoReturn:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(proc, "read_stat", refuse)
-    owner = Connection(guarded.owner)
-    owner.send("started", rank=0, pid=os.getpid())
-    guarded.watchdog.turn()
-    assert len(guarded.watchdog._ranks) == 0
-    monkeypatch.undo()
-    owner.send("started", rank=0, pid=os.getpid())
-    guarded.watchdog.turn()
-    assert len(guarded.watchdog._ranks) == 1
 
 
 def test_a_rank_that_is_started_when_another_has_its_place_ends_the_job_and_not_the_guardian(guarded: Guarded) -> None:
