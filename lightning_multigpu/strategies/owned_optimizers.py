@@ -37,7 +37,7 @@ class OwnedOptimizers:
 
     def begin(self, transport: Callable[[Optimizer], Transport]) -> None:
         """Replaces the steps of the strategy's optimizers; a collective."""
-        given = self._strategy.common.given
+        given = self._strategy.given
         check_apart(
             p for optimizer in self._strategy.optimizers for group in optimizer.param_groups for p in group["params"]
         )
@@ -105,7 +105,7 @@ class OwnedOptimizers:
         if not self._accumulates:
             for step in self.steps.values():
                 step.average_gradients()
-            self._strategy.common.note_averages()
+            self._strategy._note_averages()
         yield
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:

@@ -120,16 +120,13 @@ def join(strategy: MultiGPUStrategy) -> None:
 
 def check(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
     """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
-    module, client, is_fit = strategy._module, strategy.failure_watch.client, trainer.state.fn == TrainerFn.FITTING
+    module, is_fit = strategy._module, trainer.state.fn == TrainerFn.FITTING
     if is_fit:
         check_has_shapes(module)
         check_dense(module)
     check_loaders(trainer)
     if strategy.groups is not None:
         check_model(module, strategy.collectives.world)
-    directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
-    if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
-        client.report_to(directory, node_rank=strategy.node_rank if strategy.num_nodes > 1 else None)
     if strategy.data_parallel_size > 1 and is_fit:
         check_embeddings(module)  # those of configure_model too
 

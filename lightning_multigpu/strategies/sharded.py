@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
@@ -88,7 +89,6 @@ class ShardedStrategy(MultiGPUStrategy):
         )
         option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
         super().__init__(**options)
-        self.common.broadcasts_buffers = broadcast_buffers
         self._given = option_checks.own_options(ShardedStrategy, locals())
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         # During a run:
@@ -126,8 +126,10 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:
         self._group = self.metered(self.collectives.data.group, "shards")
-        self.common.buffers = self.metered(self.collectives.data.group, "data")
-        return self._begin_alike(model, self.common.buffers)
+        data = self.metered(self.collectives.data.group, "data")
+        if self._given["broadcast_buffers"]:
+            self.buffers = ModuleBuffers(self._module, data)
+        return self._begin_alike(model, data)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -140,7 +142,7 @@ class ShardedStrategy(MultiGPUStrategy):
         assert self._group is not None
         self._in_parts.clear()
         self._check_optimizers()
-        self.common.watch_given_gradients()
+        self._watch_given_gradients()
         self.owned.begin(self._transport)
         self._wrap()
         group, owns = self._group, [transport.owns for transport in self.owned.transports]
@@ -188,7 +190,7 @@ class ShardedStrategy(MultiGPUStrategy):
             {p: owner for transport in self.owned.transports for p, owner in transport.shards.owners.items()},
             self._group,
             bucket_bytes=self._bucket_bytes,
-            shows_all=self.common.given is not None,
+            shows_all=self.given is not None,
             find_unused=not module.automatic_optimization if find_unused is None else find_unused,
         )
 
@@ -211,22 +213,15 @@ class ShardedStrategy(MultiGPUStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         if self._trained is not None and self._trained.has_changed(self.optimizers):
-            self.common.share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
+            self._share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
             for step in self.owned.steps.values():
                 step.place_new()
             self._wrap()
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.common.buffers_due:
-            self.common.share_buffers()
-        self.common.buffers_due = self._gradients is None or not self._gradients.accumulates
-        return super().training_step(*args, **kwargs)
-
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within the block gradients are only accumulated."""
-        with nullcontext() if self._gradients is None else self._gradients.no_sync():
+        with super().block_backward_sync(), nullcontext() if self._gradients is None else self._gradients.no_sync():
             yield
 
     @override
@@ -242,23 +237,20 @@ class ShardedStrategy(MultiGPUStrategy):
             self._gradients.finish()
             if not self._gradients.accumulates:
                 self._average_missed()
-                self.common.note_averages()
+                self._note_averages()
         yield
 
     def _average_missed(self) -> None:
         """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
         assert self._trained is not None
         assert self._group is not None
-        missed = self._trained.missed(self.optimizers)
-        if not missed:
-            return
-        self.common.compare_changes(dict.fromkeys(missed, "trained"))
+        missed = self._trained.missed(self.optimizers, self.gather_objects)
         for transport in self.owned.transports:
-            for parameter in filter(transport.has, missed.values()):
+            for parameter in filter(transport.has, missed):
                 assert parameter.grad is not None
                 average = self._group.all_reduce(parameter.grad, "mean")
                 parameter.grad = average if transport.owns(parameter) else None
-        self._missed.extend(missed.values())
+        self._missed += missed
 
     @override
     def on_optimizer_step_end(self) -> None:

@@ -121,10 +121,6 @@ class Guardian:
         """Reports a child's exit status (``Popen.returncode``); kernels before 6.15 give it to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
-    def may_print(self) -> None:
-        """As :meth:`GuardianClient.may_print`."""
-        self._link.send("may print")
-
     def print_failure(self, advice: str) -> bool:
         """As :meth:`GuardianClient.print_failure`; returns when it has been printed."""
         self._link.send("print", advice=advice)
@@ -133,12 +129,13 @@ class Guardian:
                 return True
         return False
 
-    def stop(self) -> None:
+    def stop(self, *, is_caught: bool = False) -> None:
         """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected.
 
-        Ranks that are started from now on do not look for it.
+        Ranks that are started from now on do not look for it. ``is_caught``: this process has raised the ranks'
+        failure, and does not ask to print it any more.
         """
-        self._link.send("stop")
+        self._link.send("stop", is_caught=is_caught)
         self._close()
 
     def kill(self) -> None:

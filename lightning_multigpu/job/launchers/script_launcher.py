@@ -73,8 +73,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
         except Exception as error:
             print_if_uncaught(error, watch.report(self._run, trainer))
-            if watch.client is not None and watch.prints_failure(self._run):
-                watch.client.may_print()
             raise
 
     def _check_started(self) -> None:

@@ -175,7 +175,7 @@ class SpawnLauncher(MultiProcessingLauncher):
                 report.print(error)
                 raise SystemExit(1) from None
             checkpoint = None if report.checkpoint is None else report.checkpoint()
-            answers.send_bytes(pickle.dumps(_Failed(watch.failure, report.in_full, watch.is_common_error, checkpoint)))
+            answers.send_bytes(pickle.dumps(_Failed(watch.failure, report.in_full, checkpoint)))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
@@ -222,13 +222,11 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    ``in_full``: the failure is this rank's own. ``is_common_error``: all ranks have raised it. ``checkpoint`` is the
-    file to resume from.
+    ``in_full``: the failure is this rank's own. ``checkpoint`` is the file to resume from.
     """
 
     failure: Failure
     in_full: bool = False
-    is_common_error: bool = False
     checkpoint: str | None = None
 
 
@@ -294,13 +292,11 @@ class _Ranks:
             failed = [_Failed(failure)]
         first = min(failed, key=lambda each: not each.in_full)
         error = first.failure.exception()
-        print_failure = None if first.is_common_error else self._guardian.print_failure
         checkpoint = next((each.checkpoint for each in failed if each.checkpoint), None)
         limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, print_failure, lambda: checkpoint, limit)
+        report = FailureReport(first.failure, first.in_full, self._guardian.print_failure, lambda: checkpoint, limit)
         print_if_uncaught(error, report)
-        self._guardian.may_print()
-        weakref.finalize(report, self._guardian.stop)
+        weakref.finalize(report, self._guardian.stop, is_caught=True)
         raise error from None
 
     def interrupt(self) -> None:

@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.parameter_server.host_transport import HostTransport
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
@@ -38,7 +39,6 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.common.averages_buffers = True
         self._ranks: SharedMemoryAllReduce | None = None
         self._num_reserved = 0
 
@@ -53,6 +53,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        self.buffers = ModuleBuffers(self._module, self.collectives.data, averages=True)
         return self._begin_alike(model, self.collectives.data)
 
     @override
@@ -63,7 +64,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
             self._undo.callback(self._ranks.close)
             self.groups.also_cut.append(self._ranks.abort)
         super().setup_optimizers(trainer)
-        self.common.watch_given_gradients()
+        self._watch_given_gradients()
         self.owned.begin(self._transport)
         self.owned.clip_in_steps()
 

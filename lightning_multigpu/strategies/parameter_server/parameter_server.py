@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu._usable_cores import usable_cores
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
@@ -95,10 +96,9 @@ class ParameterServerStrategy(MultiGPUStrategy):
         if bucket_cap_mb is not None:
             option_checks.check_number("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
-        self.common.averages_buffers = True
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
-        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.common.check_every):
+        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.check_replicas_every):
             name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
             raise ValueError(
                 f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
@@ -157,6 +157,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        self.buffers = ModuleBuffers(self._module, self.collectives.data, averages=True)
         return self._begin_alike(model, self.collectives.data)
 
     @override
@@ -165,7 +166,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._connect()  # not for evaluation; before schedules ask for the loader, which is one for their mode
         super().setup_optimizers(trainer)
         if not self._is_asynchronous:  # else a worker's gradients are its own
-            self.common.watch_given_gradients()
+            self._watch_given_gradients()
         self.owned.begin(self._transport)
         self.owned.clip_in_steps(is_asynchronous=self._is_asynchronous)
         if self._asynchronous is not None:

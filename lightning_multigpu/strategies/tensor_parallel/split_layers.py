@@ -67,22 +67,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
-    """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
+    """Checks that each pattern of the option ``plan`` matches a module."""
     names = dict(module.named_modules())
-    for number, (pattern, style) in enumerate([] if plan == "auto" else plan.items()):
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
+    for pattern, style in () if plan == "auto" else plan.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
             layers = {kind_of([n]) for n, part in names.items() if is_linear(part) or isinstance(part, Embedding)}
             near = ", ".join(map(repr, get_close_matches(pattern, layers, cutoff=0.0))) or "none that can be split"
             raise ValueError(
                 f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
                 f"layers: {near}. Change the pattern, or leave it out"
-            )
-        earlier = list(plan)[:number]
-        if all(any(fnmatchcase(name, other) for other in earlier) for name in matched):
-            raise ValueError(
-                f"plan: {{{pattern!r}: {style!r}}} changes nothing, as earlier patterns match all of its modules, "
-                f"{matched[0]!r} for example; put it before them, or leave it out"
             )
 
 

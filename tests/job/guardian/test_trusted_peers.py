@@ -9,13 +9,12 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
 from lightning_multigpu.job.guardian import proc
-from lightning_multigpu.job.guardian.blocking import append, done_within, print_text
+from lightning_multigpu.job.guardian.blocking import done_within, print_text
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
 from lightning_multigpu.job.guardian.protocol import Connection
 from lightning_multigpu.job.guardian.watchdog import Watchdog
@@ -103,30 +102,6 @@ def test_a_thread_that_cannot_be_started_ends_no_guardian(
     assert not done_within(1.0, lambda: None)
     print_text("shown")
     assert capfd.readouterr().err == "shown"
-
-
-def test_a_link_in_place_of_a_report_is_not_written_through(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where others may write to the run's directory, they chose a file of this user, and the report went into it."""
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / "hang.txt").symlink_to("mine")
-    append(str(tmp_path / "hang.txt"), "report", "It")
-    assert "It could not be written to" in (printed := capfd.readouterr().err)
-    assert "Too many levels of symbolic links" in printed
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_a_file_system_that_does_not_answer_keeps_no_guardian(tmp_path: Path) -> None:
-    """Ranks hang just when it does not: here a FIFO is in the place of the file."""
-    os.mkfifo(path := tmp_path / "hang.txt")
-    answers = threading.Timer(10.0, lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    answers.start()
-    since_s = time.monotonic()
-    append(str(path), "report", "The report")
-    assert time.monotonic() - since_s < 5
-    answers.cancel()
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    assert eventually(lambda: not any(t.name == "guardian-may-block" for t in threading.enumerate()))
-    os.close(reader)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
