@@ -29,7 +29,7 @@ from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpo
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.job.guardian.interrupts import report_of
+from lightning_multigpu.job.guardian.interrupts import report_of, signal_of
 from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
@@ -132,7 +132,7 @@ class FailureWatch:
         """Receives another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
-            self.signals.follow_failure(failure.what)
+            self.signals.follow(signal_of(failure.what))
         self._abort()
 
     def cut_loose(self) -> None:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -132,28 +132,22 @@ class RunSignals:
         due, self.due, self._steps = self.due, 0, []
         self.received &= ~due
         self.agreed |= due
-        self._call(self._handlers, due)
+        for signum in self._signals:
+            if due & self._bit(signum):
+                self._handle(signum)
 
     def agreed_on(self, error: BaseException) -> bool:
-        """True if ``error`` is raised by all ranks together."""
-        return type(error) in _ERRORS and self.has_agreed(_ERRORS[type(error)])
-
-    def has_agreed(self, signum: signal.Signals) -> bool:
-        """True if all ranks have acted on the signal together."""
+        """True if ``error`` is of a signal that all ranks have acted on together."""
+        signum = _ERRORS.get(type(error))
         return signum in self._signals and bool(self.agreed & self._bit(signum))
 
-    def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread."""
-        if (number := signal_of(what)) is not None:
-            self.follow(number)
-
-    def follow(self, signum: signal.Signals) -> None:
-        """Acts on a signal alone, or as another rank has done; called in another thread than the main one.
+    def follow(self, signum: signal.Signals | None) -> None:
+        """Acts on a signal alone, or as another rank has done, if one has; called in another thread than the main one.
 
         The main thread acts as soon as it runs Python code. If it waits in a collective, the wait is ended a second
         later; a process that does not leave another wait either is ended after ``patience_s`` more.
         """
-        if signum in self._signals and signal.getsignal(signum) == self._note:
+        if signum is not None and signum in self._signals and signal.getsignal(signum) == self._note:
             stuck_s = time.monotonic() + _MAIN_THREAD_S
             stuck = [] if self.on_stuck is None else [(stuck_s, self.on_stuck)]
             self._steps = [*stuck, (stuck_s + self.patience_s, partial(os._exit, 128 + signum))]
@@ -192,32 +186,32 @@ class RunSignals:
                 if signal.getsignal(signum) != self._note:
                     self._handlers[signum] = signal.signal(signum, self._note)
 
-    def release(self) -> None:
-        """Restores the handlers, and calls them for signals that were received and not acted on."""
-        left, self.received = self.received & ~self.agreed, 0  # a rank that acts signals its children once more
-        handlers, self._handlers, self._steps = self._handlers, {}, []
-        for signum, handler in handlers.items():
-            if signal.getsignal(signum) == self._note:
-                signal.signal(signum, handler)
-        self._call(handlers, left)
-
     def end(self, trainer: pl.Trainer | None) -> None:
-        """Restores the handlers; ``trainer`` is about to restore the handlers from before it."""
+        """Restores the handlers, and calls them for signals that were received and not acted on.
+
+        ``trainer`` is about to restore the handlers from before it.
+        """
         if trainer is not None:
             self._restore_at_teardown(trainer)
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self.release()
-        self._signals = []  # another rank's end by a signal no longer ends this rank
+        left, self.received = self.received & ~self.agreed, 0  # a rank that acts signals its children once more
+        handlers, self._handlers, self._steps = self._handlers, {}, []
+        for signum, handler in handlers.items():
+            if signal.getsignal(signum) == self._note:
+                signal.signal(signum, handler)
+        signals, self._signals = self._signals, []  # another rank's end by a signal no longer ends this rank
+        for bit, signum in enumerate(signals):
+            if left & 1 << bit and callable(handlers.get(signum)):
+                handlers[signum](signum, None)
 
     def _bit(self, signum: signal.Signals) -> int:
         return 1 << self._signals.index(signum)
 
-    def _call(self, handlers: Mapping[signal.Signals, Any], bits: int) -> None:
-        for signum in self._signals:
-            if bits & self._bit(signum) and callable(handlers.get(signum)):
-                handlers[signum](signum, None)
+    def _handle(self, signum: signal.Signals) -> None:
+        if callable(self._handlers.get(signum)):
+            self._handlers[signum](signum, None)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -242,7 +236,7 @@ class RunSignals:
         self.received &= ~self._alone
         if number == signal.SIGTERM:
             raise SIGTERMException
-        self._call(self._handlers, self._bit(number))
+        self._handle(number)
 
     def _restore_at_teardown(self, trainer: pl.Trainer) -> None:
         if signal.SIGINT in self._handlers:

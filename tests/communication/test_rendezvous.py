@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -95,15 +94,6 @@ class TestRendezvous:
         late.check_in()
         with pytest.raises(RendezvousError, match="rank 0 of 2 did not come"):
             late.wait_for()
-
-    def test_an_offer_is_there_for_as_long_as_it_is_needed(self) -> None:
-        """The secret of the hosts' guardians stood in the store for the whole run."""
-        store = HashStore()
-        giving, taking = rendezvous(store, replace(arrival(0), offer={"secret": "abc"})), rendezvous(store, arrival(1))
-        giving.check_in()
-        assert [found.offer for found in taking.wait_for(0)] == [{"secret": "abc"}], "before the others have come"
-        giving.withdraw()
-        assert not PrefixStore("lightning-multigpu/0", store).check(["note/0"])
 
     @pytest.mark.parametrize(
         "note",

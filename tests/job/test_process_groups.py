@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -121,20 +120,3 @@ def test_axes_share_groups(shape: tuple[int, int, int], expected: dict[str, Any]
     found = world4.run(groups_of_a_run, shape)[2]
     assert {name: found[name] for name in expected} == expected
     assert len(found["lines"]) == 4 // shape[1]
-
-
-def test_code_in_a_rank_finds_the_main_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under stock strategies; programs that are started after the run must not inherit it."""
-    names, seen = ("MASTER_ADDR", "MASTER_PORT"), []
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    groups = groups_of(monkeypatch, Group("gloo", lambda: None))
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append([os.environ[name] for name in names]))
-    environment: Any = SimpleNamespace(
-        main_address="10.0.0.1", main_port=7000, global_rank=lambda: 0, world_size=lambda: 2
-    )
-    groups._join(environment, "lo", SimpleNamespace())  # type: ignore[arg-type]
-    assert seen == [["10.0.0.1", "7000"]]
-    groups.leave(failed=False)
-    assert not set(names) & set(os.environ)

@@ -39,7 +39,7 @@ def held(signals: list[signal.Signals], **options: Any) -> Iterator[RunSignals]:
         yield deferring
     finally:
         with contextlib.suppress(KeyboardInterrupt):
-            deferring.release()
+            deferring.end(None)
 
 
 def send(signum: signal.Signals) -> None:
@@ -85,7 +85,7 @@ def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
         for signum, error in ((signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)):
             with pytest.raises(error):
                 send(signum)
-            assert not signals.has_agreed(signum)
+            assert not signals.agreed_on(error())
 
 
 @pytest.mark.parametrize("how", ["push", "follow"])

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
@@ -118,7 +119,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
         After a Ctrl-C they have time to end in order before SIGKILL. All ranks act on SIGTERM at the same batch: they
         would take another one for the user's second, which ends them at once.
         """
-        if signum == signal.SIGTERM and self._joining.watch.signals.has_agreed(signal.SIGTERM):
+        if signum == signal.SIGTERM and self._joining.watch.signals.agreed_on(SIGTERMException()):
             return
         until_s = time.monotonic() + self._run.failure_timeout_s
         for child in self.procs if signum == signal.SIGKILL else ():
