@@ -560,8 +560,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self.reducer is not None and self.reducer.compressed is not None:
-            rank_zero_info(self.reducer.compressed.summary())
         self._settle_values()
         if self.check_replicas_every != 0:
             self._check_replicas()

@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_multigpu._lightning_internals import IS_INTERACTIVE
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_dense, check_embeddings, check_has_shapes
+from lightning_multigpu.engine.data_parallel.trained_parameters import check_embeddings, check_has_shapes
 from lightning_multigpu.job.batch_feed import check_loaders
 from lightning_multigpu.job.joining import check_model, table_of
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
@@ -72,7 +72,6 @@ def check_before_launch(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None
     if not is_overridden("configure_model", trainer.lightning_module):  # it makes the layers later
         if is_fit:
             check_has_shapes(trainer.lightning_module)
-            check_dense(trainer.lightning_module)
         strategy.steps.choose_layers(trainer)
 
 
@@ -123,7 +122,6 @@ def check(strategy: MultiGPUStrategy, trainer: pl.Trainer) -> None:
     module, client, is_fit = strategy._module, strategy.failure_watch.client, trainer.state.fn == TrainerFn.FITTING
     if is_fit:
         check_has_shapes(module)
-        check_dense(module)
     check_loaders(trainer)
     if strategy.groups is not None:
         check_model(module, strategy.collectives.world)

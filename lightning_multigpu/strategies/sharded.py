@@ -52,8 +52,6 @@ class ShardedStrategy(MultiGPUStrategy):
             only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
-        offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
-            parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
             still be saved. False leaves each rank its own; checkpoints can then be saved only during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -72,7 +70,6 @@ class ShardedStrategy(MultiGPUStrategy):
         bucket_cap_mb: float = 1.0,
         find_unused_parameters: bool | None = None,
         broadcast_buffers: bool = True,
-        offload_optimizer: bool = False,
         gather_at_end: bool = True,
         **options: Any,
     ) -> None:
@@ -84,7 +81,6 @@ class ShardedStrategy(MultiGPUStrategy):
         option_checks.check_bools(
             find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
-            offload_optimizer=offload_optimizer,
             gather_at_end=gather_at_end,
         )
         option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
@@ -110,18 +106,6 @@ class ShardedStrategy(MultiGPUStrategy):
         # Before the ranks join: a default argument of FairScale keeps the world's group of the time of its import.
         import_module("lightning_multigpu.engine.sharded.shard_transport")
         super().setup_environment()
-
-    @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._check_offload(self.run_context.device_type)
-
-    def _check_offload(self, device_type: str) -> None:
-        if self._given["offload_optimizer"] and device_type == "cpu":
-            raise ValueError(
-                "offload_optimizer=True on CPU: states are in the host's memory anyway; leave it out, or pass "
-                "accelerator='gpu'"
-            )
 
     @override
     def _setup_model(self, model: Module) -> Module:
@@ -157,7 +141,7 @@ class ShardedStrategy(MultiGPUStrategy):
         from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
         assert self._group is not None
-        return ShardTransport(optimizer, self._group, self._bucket_bytes, offload=self._given["offload_optimizer"])
+        return ShardTransport(optimizer, self._group, self._bucket_bytes)
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None

@@ -92,14 +92,6 @@ def test_a_string_is_no_bool(row: StrategyRow) -> None:
                 row.strategy(**{**row.options, option.name: "no"})
 
 
-def test_ranks_that_share_cores_or_a_gpu_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "usable_cores", lambda: 1)
-    with pytest.warns(UserWarning, match="devices=3: this process may use 1 CPU core.*devices=1 or fewer avoids it"):
-        checks.check_devices([CPU] * 3)
-    with pytest.warns(UserWarning, match=r"parallel_devices=\[1, 1\]: ranks that share a GPU share its time"):
-        checks.check_devices(gpus(1, 1))
-
-
 @pytest.mark.parametrize(("version", "variable"), [((2, 30, 7), "1"), ((2, 31, 2), None), ((2, 31, 2), "1")])
 def test_nccl_shares_a_gpu_from_a_version_on_where_it_is_told_to(
     version: tuple[int, ...], variable: str | None, monkeypatch: pytest.MonkeyPatch
@@ -108,15 +100,16 @@ def test_nccl_shares_a_gpu_from_a_version_on_where_it_is_told_to(
     monkeypatch.delenv(SHARING_VARIABLE, raising=False)
     if variable is not None:
         monkeypatch.setenv(SHARING_VARIABLE, variable)
-    checks.check_shared_gpus(gpus(0, 0), "gloo")
-    checks.check_shared_gpus(gpus(0, 0), "cpu:nccl,cuda:gloo")
-    checks.check_shared_gpus(gpus(0, 1), None)
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
+    checks.check_backend("gloo", "cuda", gpus(0, 0))
+    checks.check_backend("cpu:nccl,cuda:gloo", "cuda", gpus(0, 0))
+    checks.check_backend(None, "cuda", gpus(0, 1))
     if (version, variable) == ((2, 31, 2), "1"):
-        checks.check_shared_gpus(gpus(0, 0), "nccl")
+        checks.check_backend("nccl", "cuda", gpus(0, 0))
         return
     here = rf"here: NCCL {'.'.join(map(str, version))}, NCCL_MULTI_RANK_GPU_ENABLE {variable or 'unset'}\)"
     with pytest.raises(ValueError, match=rf"parallel_devices=\[0, 0\]: .*from version 2.31 on.*{here}; pass .*'gloo'"):
-        checks.check_shared_gpus(gpus(0, 0), None)
+        checks.check_backend(None, "cuda", gpus(0, 0))
 
 
 def check_run(devices: list[torch.device], num_nodes: int = 1, **options: Any) -> None:
