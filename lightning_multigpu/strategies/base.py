@@ -175,7 +175,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.steps = UserSteps(self, activation_checkpointing)
         self.share_proof = ShareProof(self, verify_steps)
         self.saves = RunCheckpoints(self)
-        self.owned = OwnedOptimizers(self)
+        self.owned = OwnedOptimizers()
         self._undo = ExitStack()  # of a run
         self._accumulates = False
         self._forget_run()
@@ -298,6 +298,11 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         """
         assert self.groups is not None
         return self.groups.new(axis, backend=backend, descending=descending)
+
+    @property
+    def _data_axis(self) -> MeteredGroup:
+        """The ranks that average gradients, filed by the meter as "data"."""
+        return self.metered(self.collectives.data.group, "data")
 
     def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
         """The collectives of ``group``, filed by the meter under ``name``."""
@@ -724,8 +729,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         """Makes :attr:`given` if the user's code can set gradients between backward and the step."""
         module = self._module
         if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
-            data = self.metered(self.collectives.data.group, "data")
-            self.given = GivenGradients(data, lambda: self.loss_scale)
+            self.given = GivenGradients(self._data_axis, lambda: self.loss_scale)
         return self.given is not None
 
     def _note_averages(self) -> None:

@@ -143,7 +143,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         assert self.groups is not None
         given = self._given
         if given["broadcast_buffers"]:
-            self.buffers = ModuleBuffers(self._module, self.metered(self.collectives.data.group, "data"))
+            self.buffers = ModuleBuffers(self._module, self._data_axis)
         self.reducer = self._transport.open(
             self.groups,
             self.meter,

@@ -110,10 +110,9 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def _setup_model(self, model: Module) -> Module:
         self._group = self.metered(self.collectives.data.group, "shards")
-        data = self.metered(self.collectives.data.group, "data")
         if self._given["broadcast_buffers"]:
-            self.buffers = ModuleBuffers(self._module, data)
-        return self._begin_alike(model, data)
+            self.buffers = ModuleBuffers(self._module, self._data_axis)
+        return self._begin_alike(model, self._data_axis)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -127,7 +126,7 @@ class ShardedStrategy(MultiGPUStrategy):
         self._in_parts.clear()
         self._check_optimizers()
         self._watch_given_gradients()
-        self.owned.begin(self._transport)
+        self.owned.begin(self.optimizers, self._transport, self.given)
         self._wrap()
         group, owns = self._group, [transport.owns for transport in self.owned.transports]
         self.owned.methods = PluginMethods(
