@@ -188,11 +188,13 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             buffers: keeps the module's buffers equal; None where a family does not.
             reducer: averages gradients over the data axis; None where a family moves them otherwise.
             given: averages gradients that the user's code puts in place; None if it can put none.
+            _trained: the parameters whose gradients are averaged in backward; None if none are.
         """
         self.values = CommonValues()
         self.buffers: ModuleBuffers | None = None
         self.reducer: GradientReducer | None = None
         self.given: GivenGradients | None = None
+        self._trained: TrainedParameters | None = None
         self._steps_unchecked = 0
 
     @classmethod
@@ -552,6 +554,14 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
+        if self._trained is None or self._ranks_may_differ or not self._trained.has_changed(self.optimizers):
+            return
+        self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
+        self.values.watch(self._common_parameters())
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Averages gradients of the parameters that are trained from now on, since hooks have changed them."""
 
     # Checkpoints
 
@@ -719,11 +729,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         with self._showing_parts():
             for group, parameters in self._held_in_common():
                 check_replicas(parameters, self.metered(group.group, "replicas"))
-
-    def _share_changes(self, trained: TrainedParameters) -> None:
-        """Takes the parameters that hooks have frozen, unfrozen and added, alike on all ranks; a collective."""
-        trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
-        self.values.watch(self._common_parameters())
 
     def _watch_given_gradients(self) -> bool:
         """Makes :attr:`given` if the user's code can set gradients between backward and the step."""

@@ -90,7 +90,6 @@ class ShardedStrategy(MultiGPUStrategy):
         # During a run:
         self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
-        self._trained: TrainedParameters | None = None
         self._missed: list[Parameter] = []
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
 
@@ -186,20 +185,17 @@ class ShardedStrategy(MultiGPUStrategy):
             self.owned.end()
             if self._gradients is not None:
                 self._gradients.close()
-            self._group = self._gradients = self._trained = None
+            self._group = self._gradients = None
             self._missed.clear()
             super().teardown()
 
     # Training
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._trained is not None and self._trained.has_changed(self.optimizers):
-            self._share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
-            for step in self.owned.steps.values():
-                step.place_new()
-            self._wrap()
+    def _follow_changes(self) -> None:
+        for step in self.owned.steps.values():
+            step.place_new()
+        self._wrap()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
