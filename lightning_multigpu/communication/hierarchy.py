@@ -61,6 +61,9 @@ class HierarchicalAllReduce:
         inside: all-reduce over the ranks of this host; None if each host has one rank.
         between: all-reduce over the ranks that hold the same shard on every host; None with one host. Without
             ``inside`` it is over all ranks.
+
+    Attributes:
+        compressed: the all-reduce between hosts, if it compresses.
     """
 
     def __init__(
@@ -68,14 +71,10 @@ class HierarchicalAllReduce:
     ) -> None:
         self.inside = inside
         self.between = between
+        self.compressed = between if isinstance(between, CompressedAllReduce) else None
         # For tensors other than gradients, which must not lose precision.
         self._ring = between.ring if isinstance(between, CompressedAllReduce) else between
         self._can_move = True
-
-    @property
-    def compressed(self) -> CompressedAllReduce | None:
-        """The compressed all-reduce between hosts; None without compression."""
-        return self.between if isinstance(self.between, CompressedAllReduce) else None
 
     def __call__(self, tensor: Tensor, key: Hashable = None, *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.

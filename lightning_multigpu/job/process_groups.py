@@ -34,7 +34,7 @@ AXES = ("data", "pipeline", "tensor")
 _ABORT_S = 5.0
 _COLLECTIVES = (
     *(f"lightning_multigpu/{name}.py" for name in ("communication/metered_group", "job/process_groups")),
-    *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "checkpoints", "rank_run")),
+    *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "checkpoints")),
 )
 
 KEPT: list[dist.ProcessGroup] = []

@@ -10,14 +10,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
@@ -27,21 +32,28 @@ from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradien
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.data_parallel.replicas import check_replicas
-from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, not_ignored
+from lightning_multigpu.engine.data_parallel.trained_parameters import (
+    TrainedParameters,
+    check_embeddings,
+    check_has_shapes,
+    not_ignored,
+)
 from lightning_multigpu.engine.replaced_attributes import replaced
-from lightning_multigpu.job.batch_feed import BatchFeed, complete_resumed_epoch, global_batch_text
+from lightning_multigpu.job.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.failure_watch import FailureWatch, advise_resuming
-from lightning_multigpu.job.joining import Joining
+from lightning_multigpu.job.joining import Joining, check_model, table_of
+from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
+from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.strategies import option_checks, rank_run
+from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
-from lightning_multigpu.strategies.steps.dry_run import ShareProof
+from lightning_multigpu.strategies.steps.dry_run import ShareProof, check_takes_batch
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
@@ -161,7 +173,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.steps = UserSteps(self, activation_checkpointing)
         self.share_proof = ShareProof(self, verify_steps)
         self.saves = RunCheckpoints(self)
-        self.owned = OwnedOptimizers(self)
+        self.owned = OwnedOptimizers()
         self._undo = ExitStack()  # of a run
         self._accumulates = False
         self._forget_run()
@@ -174,11 +186,13 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             buffers: keeps the module's buffers equal; None where a family does not.
             reducer: averages gradients over the data axis; None where a family moves them otherwise.
             given: averages gradients that the user's code puts in place; None if it can put none.
+            _trained: the parameters whose gradients are averaged in backward; None if none are.
         """
         self.values = CommonValues()
         self.buffers: ModuleBuffers | None = None
         self.reducer: GradientReducer | None = None
         self.given: GivenGradients | None = None
+        self._trained: TrainedParameters | None = None
         self._steps_unchecked = 0
 
     @classmethod
@@ -280,6 +294,11 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         assert self.groups is not None
         return self.groups.new(axis, backend=backend, descending=descending)
 
+    @property
+    def _data_axis(self) -> MeteredGroup:
+        """The ranks that average gradients, filed by the meter as "data"."""
+        return self.metered(self.collectives.data.group, "data")
+
     def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
         """The collectives of ``group``, filed by the meter under ``name``."""
         return metered_group(group, self.meter, name, self.root_device)
@@ -349,11 +368,38 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     @property
     def run_context(self) -> RunContext:
         """The ranks, devices and limits of the run, as they are set now."""
-        return rank_run.context_of(self)
+        assert self.cluster_environment is not None
+        return RunContext(
+            environment=self.cluster_environment,
+            devices=tuple(self.parallel_devices or ()),
+            num_nodes=self.num_nodes,
+            backend=self.process_group_backend,
+            failure_timeout_s=self.failure_timeout_s,
+            hang_report_s=self.hang_report_s,
+            join_timeout_s=self.join_timeout_s,
+        )
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = rank_run.launcher_of(self)
+        """Makes the launcher of the ranks.
+
+        Raises:
+            ValueError: a setting of the Trainer does not fit, or there is no script that further ranks could run.
+        """
+        run, start_method = self.run_context, self._start_method
+        option_checks.check_run(run, sync_batchnorm=self._layer_sync is not None)
+        if start_method == "spawn" and IS_INTERACTIVE:
+            start_method = "fork"  # a spawned process cannot import the code of a notebook
+        if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
+            name = self.name_with_spawn
+            spawning = f"{type(self).__name__}(start_method='spawn')" if name is None else repr(name)
+            raise ValueError(
+                f"in a notebook or a REPL there is no script that further ranks could run: use strategy={spawning}"
+            )
+        if start_method == "popen":
+            self._launcher = ScriptLauncher(run, self.joining, self.check_before_launch)
+        else:
+            self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started, and calls this method of the callbacks that have it.
@@ -361,22 +407,82 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         Raises:
             ValueError: the strategy cannot run the module, or a callback refuses the run.
         """
-        rank_run.check_before_launch(self, trainer)
+        super().check_before_launch(trainer)
+        module, is_fit = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        if self.data_parallel_size > 1 and is_fit:
+            check_embeddings(module)
+        if is_fit and (self.tensor_parallel_size > 1 or self.share_proof.num_steps):
+            check_takes_batch(module)
+        if not is_overridden("configure_model", module):  # it makes the layers later
+            if is_fit:
+                check_has_shapes(module)
+            self.steps.choose_layers(trainer)
 
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
-        rank_run.join(self)
+        self._join()
+
+    def _join(self) -> None:
+        """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
+        run, watch = self.run_context, self.failure_watch
+        reset_seed()
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        callbacks = [] if trainer is None else trainer.callbacks
+        settings = {
+            "strategy": type(self),
+            **{f"option {name}": value for name, value in self.options.items()},
+            "precision": self.precision_plugin.precision,
+            "accumulate_grad_batches": getattr(trainer, "accumulate_grad_batches", 1),
+            **{
+                type(c).__name__: dict(sorted(c.scheduling.items()))
+                for c in callbacks
+                if isinstance(c, GradientAccumulationScheduler)
+            },
+        }
+        with self.joining.limited(run):
+            groups = ProcessGroups(
+                run.environment,
+                self.root_device,
+                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+                backend=run.backend,
+                timeout=self._timeout,
+                store=self.joining.meet(run, table_of(run, settings)),
+            )
+            self._process_group_backend = groups.backend
+            self.collectives.join(groups)
+        watch.joined(groups.cut, run.world_size)
+        self.meter.notes, client = watch.flight_recorder, watch.client
+        assert client is not None
+        counts = self.signals.begin(
+            run.environment,
+            patience_s=run.failure_timeout_s,
+            on_signal=client.signalled,
+            on_stuck=watch.cut_loose,
+        )
+        if counts:
+            client.counts_interrupts()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        rank_run.check(self, trainer)
+        self._check_module(trainer)
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self.steps.choose_layers(trainer)
         self.share_proof.begin_fit()
+
+    def _check_module(self, trainer: pl.Trainer) -> None:
+        """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
+        module, is_fit = self._module, trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            check_has_shapes(module)
+        check_loaders(trainer)
+        if self.groups is not None:
+            check_model(module, self.collectives.world)
+        if self.data_parallel_size > 1 and is_fit:
+            check_embeddings(module)  # those of configure_model too
 
     @override
     def teardown(self) -> None:
@@ -438,6 +544,14 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
+        if self._trained is None or self._ranks_may_differ or not self._trained.has_changed(self.optimizers):
+            return
+        self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
+        self.values.watch(self._common_parameters())
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Averages gradients of the parameters that are trained from now on, since hooks have changed them."""
 
     # Checkpoints
 
@@ -554,8 +668,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        if self.reducer is not None and self.reducer.compressed is not None:
-            rank_zero_info(self.reducer.compressed.summary())
         self._settle_values()
         if self.check_replicas_every != 0:
             self._check_replicas()
@@ -608,17 +720,11 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             for group, parameters in self._held_in_common():
                 check_replicas(parameters, self.metered(group.group, "replicas"))
 
-    def _share_changes(self, trained: TrainedParameters) -> None:
-        """Takes the parameters that hooks have frozen, unfrozen and added, alike on all ranks; a collective."""
-        trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
-        self.values.watch(self._common_parameters())
-
     def _watch_given_gradients(self) -> bool:
         """Makes :attr:`given` if the user's code can set gradients between backward and the step."""
         module = self._module
         if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
-            data = self.metered(self.collectives.data.group, "data")
-            self.given = GivenGradients(data, lambda: self.loss_scale)
+            self.given = GivenGradients(self._data_axis, lambda: self.loss_scale)
         return self.given is not None
 
     def _note_averages(self) -> None:

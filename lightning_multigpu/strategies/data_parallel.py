@@ -57,7 +57,6 @@ from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
-from lightning_multigpu.strategies.rank_run import check_callbacks_before_launch
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
 
@@ -93,7 +92,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
     strategy_name = "dp"
     starts_ranks = False
     owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
-    check_before_launch = staticmethod(check_callbacks_before_launch)
 
     def __init__(
         self,

@@ -43,6 +43,12 @@ class PackStrategy(Strategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
+    def check_before_launch(self, trainer: pl.Trainer) -> None:
+        """Calls this method of the callbacks that have it, before any process is started."""
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if (check := getattr(callback, "check_before_launch", None)) is not None:
+                check(trainer)
+
     def holds(self, parameter: Tensor) -> bool:
         """True if this rank has the values of a parameter of the module, and of its gradient."""
         return not isinstance(parameter, Placeholder)

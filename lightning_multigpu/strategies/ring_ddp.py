@@ -90,8 +90,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             compressor=None if compression is None else make_compressor(compression),
             shared_memory=shared_memory,
         )
-        # During a run:
-        self._trained: TrainedParameters | None = None
+
+    @override
+    def _forget_run(self) -> None:
+        super()._forget_run()
         self._models: ModelAverager | None = None  # with average_every
 
     @property
@@ -143,7 +145,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         assert self.groups is not None
         given = self._given
         if given["broadcast_buffers"]:
-            self.buffers = ModuleBuffers(self._module, self.metered(self.collectives.data.group, "data"))
+            self.buffers = ModuleBuffers(self._module, self._data_axis)
         self.reducer = self._transport.open(
             self.groups,
             self.meter,
@@ -200,11 +202,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         methods: dict[str, Any] = {"post_backward": noted, HOOKS_BEFORE_STEP: averaged}
         self._undo.callback(PluginMethods(plugin, **methods).end)
 
-    @override
-    def teardown(self) -> None:
-        super().teardown()
-        self._trained = self._models = None
-
     # Training
 
     @property
@@ -213,21 +210,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         return isinstance(self.model, DistributedDataParallel) and bool(self.model.require_backward_grad_sync)
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        # Local SGD averages all weights, frozen or not.
-        if self._trained is not None and self._models is None and self._trained.has_changed(self.optimizers):
-            self._follow(self._trained)
-
-    def _follow(self, trained: TrainedParameters) -> None:
-        """Averages gradients of the parameters that are trained from now on; a collective.
-
-        torch's wrapper averages only gradients of parameters that were trainable when it was made.
-        """
+    def _follow_changes(self) -> None:
+        """Wraps the module anew: torch's wrapper averages gradients of what was trainable when it was made."""
         model = self.model
         assert model is not None
         assert self.reducer is not None
-        self._share_changes(trained)
         if isinstance(model, DistributedDataParallel):
             del model.reducer, model.logger  # with them go its buckets
             model = model.module

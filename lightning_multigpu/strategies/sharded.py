@@ -52,8 +52,6 @@ class ShardedStrategy(MultiGPUStrategy):
             only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
-        offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
-            parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
             still be saved. False leaves each rank its own; checkpoints can then be saved only during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -72,7 +70,6 @@ class ShardedStrategy(MultiGPUStrategy):
         bucket_cap_mb: float = 1.0,
         find_unused_parameters: bool | None = None,
         broadcast_buffers: bool = True,
-        offload_optimizer: bool = False,
         gather_at_end: bool = True,
         **options: Any,
     ) -> None:
@@ -84,7 +81,6 @@ class ShardedStrategy(MultiGPUStrategy):
         option_checks.check_bools(
             find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
-            offload_optimizer=offload_optimizer,
             gather_at_end=gather_at_end,
         )
         option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
@@ -94,7 +90,6 @@ class ShardedStrategy(MultiGPUStrategy):
         # During a run:
         self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
-        self._trained: TrainedParameters | None = None
         self._missed: list[Parameter] = []
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
 
@@ -112,24 +107,11 @@ class ShardedStrategy(MultiGPUStrategy):
         super().setup_environment()
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._check_offload(self.run_context.device_type)
-
-    def _check_offload(self, device_type: str) -> None:
-        if self._given["offload_optimizer"] and device_type == "cpu":
-            raise ValueError(
-                "offload_optimizer=True on CPU: states are in the host's memory anyway; leave it out, or pass "
-                "accelerator='gpu'"
-            )
-
-    @override
     def _setup_model(self, model: Module) -> Module:
         self._group = self.metered(self.collectives.data.group, "shards")
-        data = self.metered(self.collectives.data.group, "data")
         if self._given["broadcast_buffers"]:
-            self.buffers = ModuleBuffers(self._module, data)
-        return self._begin_alike(model, data)
+            self.buffers = ModuleBuffers(self._module, self._data_axis)
+        return self._begin_alike(model, self._data_axis)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -143,7 +125,7 @@ class ShardedStrategy(MultiGPUStrategy):
         self._in_parts.clear()
         self._check_optimizers()
         self._watch_given_gradients()
-        self.owned.begin(self._transport)
+        self.owned.begin(self.optimizers, self._transport, self.given)
         self._wrap()
         group, owns = self._group, [transport.owns for transport in self.owned.transports]
         self.owned.methods = PluginMethods(
@@ -157,7 +139,7 @@ class ShardedStrategy(MultiGPUStrategy):
         from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
         assert self._group is not None
-        return ShardTransport(optimizer, self._group, self._bucket_bytes, offload=self._given["offload_optimizer"])
+        return ShardTransport(optimizer, self._group, self._bucket_bytes)
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None
@@ -203,20 +185,17 @@ class ShardedStrategy(MultiGPUStrategy):
             self.owned.end()
             if self._gradients is not None:
                 self._gradients.close()
-            self._group = self._gradients = self._trained = None
+            self._group = self._gradients = None
             self._missed.clear()
             super().teardown()
 
     # Training
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._trained is not None and self._trained.has_changed(self.optimizers):
-            self._share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
-            for step in self.owned.steps.values():
-                step.place_new()
-            self._wrap()
+    def _follow_changes(self) -> None:
+        for step in self.owned.steps.values():
+            step.place_new()
+        self._wrap()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:

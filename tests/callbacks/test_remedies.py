@@ -71,7 +71,7 @@ CHOSEN = [
     DDPStrategy(),
     make_strategy("ring_ddp", compression="int8"),
     make_strategy("ring_ddp", average_every=4),
-    ShardedStrategy(offload_optimizer=True, start_method="popen"),
+    ShardedStrategy(bucket_cap_mb=2, start_method="popen"),
     PipelineStrategy(balance="time", activation_checkpointing=True),
     PipelineStrategy(split_points=["layers.2"]),
     HybridStrategy(balance="time", compression="bf16"),

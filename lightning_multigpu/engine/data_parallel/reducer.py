@@ -25,7 +25,6 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, Plan, SentBytes
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
@@ -55,7 +54,7 @@ class _Bucket:
     plan: Plan | None = None
 
 
-_Job = tuple[Tensor, _Bucket, Future[Tensor]]
+_Job = tuple[Tensor, _Bucket | None, Future[Tensor]]
 
 
 class GradientReducer:
@@ -89,6 +88,7 @@ class GradientReducer:
         if all_reduce is None and not self._nccl:
             all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
         self.all_reduce = all_reduce
+        self.compressed = None if all_reduce is None else all_reduce.compressed
         self._has_views = False
         self._buckets: dict[int, _Bucket] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -98,11 +98,6 @@ class GradientReducer:
         # The end of the last hook, on the main thread's clock or on its stream: from then on it only waits.
         self._last_bucket_s: float | None = None
         self._last_bucket: torch.cuda.Event | None = None
-
-    @property
-    def compressed(self) -> CompressedAllReduce | None:
-        """What compresses gradients; None without compression."""
-        return None if self.all_reduce is None else self.all_reduce.compressed
 
     def attach(self, module: DistributedDataParallel) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before."""
@@ -166,8 +161,10 @@ class GradientReducer:
         self._is_complete = bucket.is_last()
         buffer = bucket.buffer()
         try:
-            with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
-                found = self._found(bucket, buffer)
+            found: _Bucket | None = None
+            if self._has_views or not (self._nccl or self._hook):
+                with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
+                    found = self._found(bucket, buffer)
             if self._hook is not None:
                 return self._reduce_by_user_hook(*self._hook, bucket)
             if self._nccl:

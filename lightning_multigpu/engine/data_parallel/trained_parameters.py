@@ -135,17 +135,6 @@ def check_has_shapes(module: Module) -> None:
             )
 
 
-def check_dense(module: Module) -> None:
-    """Raises ValueError for a sparse parameter or buffer, unless the module excludes it from DDP: ranks send none."""
-    for name, tensor in not_ignored(module, [*module.named_parameters(), *module.named_buffers()]):
-        if tensor.layout != torch.strided:
-            raise ValueError(
-                f"self.{name} is sparse ({tensor.layout}), and ranks send each other dense tensors only: register its "
-                "indices and its values as buffers, and make the sparse tensor of them in the step; or use "
-                "strategy='dp', or one device"
-            )
-
-
 def check_belong(module: Module, optimizers: Iterable[Optimizer]) -> None:
     """Checks that every parameter of the optimizers belongs to the module, so that ranks keep it equal.
 

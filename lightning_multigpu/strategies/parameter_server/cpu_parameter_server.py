@@ -65,8 +65,8 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
             self.groups.also_cut.append(self._ranks.abort)
         super().setup_optimizers(trainer)
         self._watch_given_gradients()
-        self.owned.begin(self._transport)
-        self.owned.clip_in_steps()
+        self.owned.begin(self.optimizers, self._transport, self.given)
+        self.owned.clip_in_steps(self._module, self.precision_plugin, self._data_axis, self._note_averages)
 
     def _transport(self, optimizer: Optimizer) -> HostTransport:
         assert self._ranks is not None

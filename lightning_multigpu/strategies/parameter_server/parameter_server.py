@@ -167,8 +167,14 @@ class ParameterServerStrategy(MultiGPUStrategy):
         super().setup_optimizers(trainer)
         if not self._is_asynchronous:  # else a worker's gradients are its own
             self._watch_given_gradients()
-        self.owned.begin(self._transport)
-        self.owned.clip_in_steps(is_asynchronous=self._is_asynchronous)
+        self.owned.begin(self.optimizers, self._transport, self.given)
+        self.owned.clip_in_steps(
+            self._module,
+            self.precision_plugin,
+            self._data_axis,
+            self._note_averages,
+            is_asynchronous=self._is_asynchronous,
+        )
         if self._asynchronous is not None:
             self._asynchronous.transports = self.owned.transports
 

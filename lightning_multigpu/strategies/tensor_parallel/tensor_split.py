@@ -84,7 +84,6 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     name_with_spawn = None
 
-    @option_checks.takes_options_of(RingDDPStrategy)
     def __init__(
         self,
         *,
