@@ -26,7 +26,7 @@ from typing import Any
 
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
+from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError
 from lightning_multigpu.job.guardian.protocol import encode
 from tests.job.guardian.job import DEADLINE_S, Job, go_on, is_alive, line_of
 
@@ -215,9 +215,7 @@ def notes(number: int, seed: int) -> Outcome:
     own = Arrival(0, "h", 0, 1, 2, {})
     sent, before_kb, since_s, problem = 0, resident_kb(os.getpid()), time.monotonic(), ""
     while sent < number and not problem:
-        rendezvous = Rendezvous(
-            store, own, attempt=str(sent), deadline_s=0.0, timeout_s=0.0, check=lambda: None
-        )  # fmt: skip
+        rendezvous = Rendezvous(store, own, Limit(0.0, 0.0, lambda: None), attempt=str(sent))
         prefixed = PrefixStore(f"lightning-multigpu/{sent}", store)
         messages = fuzzer.messages()
         for ticket, note in enumerate(messages):

@@ -131,7 +131,7 @@ class FailureWatch:
         """Receives another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
-            self.signals.follow_failure(failure)
+            self.signals.follow(signal.Signals(failure.signal) if failure.signal else None)
         self._abort()
 
     def cut_loose(self) -> None:
@@ -219,9 +219,8 @@ class FailureWatch:
             if self.client is not None:
                 signum = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
                 if signum is not None:  # the place at which a signal has struck is not the cause
-                    late = self.signals.late
-                    what = f"was interrupted ({signum.name})" + ", for which the ranks reached no common batch" * late
-                    own = own._replace(what=what, traceback="", signal=signum, is_late=late)
+                    what = f"was interrupted ({signum.name})"
+                    own = own._replace(what=what, traceback="", signal=signum)
                 self.client.failed(own)
         other = self.failure  # the guardian may have found another failure first
         self.failure = other or own

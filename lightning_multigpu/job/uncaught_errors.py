@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -125,22 +124,19 @@ def limit_later_exit(timeout_s: float | None) -> None:
 
     None takes the limit back: the program has gone on to a further run.
     """
-    _LATER.update(timeout_s=timeout_s)
-    if timeout_s is not None:
-        _see_exit()
+    _LATER_S[:] = [] if timeout_s is None else [timeout_s]
 
 
-_LATER: dict[str, float | None] = {"timeout_s": None}
+_LATER_S: list[float] = []
 
 
-@cache
-def _see_exit() -> None:
-    def see() -> None:
-        if (timeout_s := _LATER["timeout_s"]) is not None:
-            limit_exit(timeout_s)
+def _begin_exit() -> None:
+    for timeout_s in _LATER_S:
+        limit_exit(timeout_s)
 
-    # Python calls functions of atexit after it has joined threads, and this before, as for concurrent.futures.
-    getattr(threading, "_register_atexit", atexit.register)(see)
+
+# Python calls functions of atexit after it has joined threads, and this before, as for concurrent.futures.
+getattr(threading, "_register_atexit", atexit.register)(_begin_exit)
 
 
 def _report_of(error: BaseException | None) -> FailureReport | None:

@@ -22,7 +22,7 @@ from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.job.failure_watch import FailureWatch
 from lightning_multigpu.job.guardian import Failure, RankFailedError
-from lightning_multigpu.job.launchers.spawn_launcher import _Task
+from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
 from tests import preforked
@@ -122,7 +122,7 @@ def test_a_spawned_rank_cannot_be_tuned(watch: FailureWatch, monkeypatch: pytest
     launcher: Any = SimpleNamespace(run=RUN, joining=SimpleNamespace(watch=watch, begin=lambda run, address: None))
     answers: Any = SimpleNamespace(send_bytes=sent.append)
     with pytest.raises(SystemExit):
-        _Task(launcher, None, tune, (), {}, None)(0, answers, "")
+        SpawnLauncher.run_rank(launcher, None, tune, (), {}, None, 0, answers, "")
     assert "raised ValueError: a Tuner changes the module of the process" in pickle.loads(sent[0]).failure.what
 
 

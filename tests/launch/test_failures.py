@@ -51,7 +51,7 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
     else:
-        assert "rank 0 saw OwnError" in finished.stdout, "as from Lightning's own launchers that spawn"
+        assert "rank 0 saw RankFailedError" in finished.stdout, "as from Lightning's own launchers that spawn"
 
 
 @pytest.mark.parametrize(("rank", "how"), [("-1", "again"), ("1", "survive")])

@@ -25,7 +25,6 @@ from lightning_multigpu.job.launchers.spawn_launcher import _Ranks
 from lightning_multigpu.job.run_signals import RunSignals
 from tests.job.guardian.job import eventually, is_alive
 from tests.job.test_failure_watch import RUN
-from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 pytestmark = pytest.mark.launch
 
@@ -70,14 +69,6 @@ def test_a_rank_that_cannot_be_started(method: str, monkeypatch: pytest.MonkeyPa
     rank = "rank 2 of 2" if method == "popen" else "rank 1 of 2"
     assert caught.value.__notes__ == [f"{rank} on this host cannot start: {LIMITS}"]
     assert eventually(lambda: not is_alive(pid) and not is_alive(guardian.pid))
-
-
-def test_a_module_that_cannot_be_copied_to_new_processes() -> None:
-    """The error was Python's own about the local object, and named no way out."""
-    trainer, module = make_trainer(Case(), "ring_ddp_spawn", 2), Classifier()
-    module.own = lambda: None
-    with pytest.raises(ValueError, match=r"local object .*<lambda>'\. Define .* or use 'ring_ddp', which"):
-        trainer.fit(module, train_loader(Case(), trainer))
 
 
 def test_a_guardian_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

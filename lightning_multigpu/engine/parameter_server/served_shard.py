@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.pair import Pair
 from lightning_multigpu.engine.parameter_server.rooms import Room, offered
-from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, sparse
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
 from lightning_multigpu.placement.table import Piece, Split, from_0, placed
@@ -57,11 +56,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Pushed:
-    """A worker's gradients of a bucket: how often they were pushed, their kinds, and the rows of sparse ones."""
+    """A worker's gradients of a bucket: how often they were pushed, and which pieces have one."""
 
     num_pushes: int
-    kinds: list[int]
-    rows: dict[int, Tensor]
+    present: list[bool]
 
 
 @dataclass(frozen=True)
@@ -110,15 +108,15 @@ class _Bucket:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradients of a bucket for an update: flat, the kinds of the pieces, and the rows of sparse ones."""
+    """The gradients of a bucket for an update: flat, and which pieces have one."""
 
     bucket: _Bucket
     flat: Tensor
-    kinds: list[int]
-    rows: dict[int, Tensor]
+    present: list[bool]
 
-    def present(self) -> Iterator[Tensor]:
-        return (self.bucket.part(self.flat, index) for index, kind in enumerate(self.kinds) if kind != ABSENT)
+    def found(self) -> dict[Parameter, Tensor]:
+        pieces = enumerate(self.bucket.pieces)
+        return {piece: self.bucket.part(self.flat, index) for index, piece in pieces if self.present[index]}
 
 
 class Clocks:
@@ -175,7 +173,6 @@ class ServedShard:
         self._num_known = dict.fromkeys(pairs, 0)  # plans of each worker
         self._offered: list[OfferedSegment | None] = []
         self._kept: dict[int, list[OfferedSegment]] = defaultdict(list)
-        self._places: dict[tuple[int, int], tuple[int, int]] = {}
         self._part: OwnedPart | None = None
 
     # Parameters
@@ -194,9 +191,6 @@ class ServedShard:
                       for row, shape in zip(rows, shapes, strict=True)]  # fmt: skip
             self._buckets[number] = _Bucket(number, flat, pieces, rows)
         self.plans.append(replace(plan, weights=[], states={}))  # which are in use from here on
-        self._places = {
-            piece: (group, place) for group, pieces in enumerate(plan.groups) for place, piece in enumerate(pieces)
-        }
         groups = [{**group, "params": pieces} for group, pieces in zip(plan.values, self._held(), strict=True)]
         if self._part is None:
             optimizer = plan.kind.__new__(plan.kind)
@@ -290,11 +284,7 @@ class ServedShard:
     def _gradients(self, bucket: _Bucket, givers: Mapping[int, Request]) -> _Gradients:
         """The average of what workers push of a bucket."""
         given = [request.pushed[bucket.number] for request in givers.values()]
-        kinds = [max(of) for of in zip(*(pushed.kinds for pushed in given), strict=True)]
-        rows: dict[int, Tensor] = {}
-        for pushed in given:
-            for index, found in pushed.rows.items():
-                rows[index] = found | rows.get(index, found)
+        present = [any(of) for of in zip(*(pushed.present for pushed in given), strict=True)]
         flats = [self._pushed(bucket, worker, request) for worker, request in givers.items()]
         total = flats[0]  # in the first worker's memory: it pushes again when it has the new weights
         for flat in flats[1:]:
@@ -303,7 +293,7 @@ class ServedShard:
             total /= len(flats)
         for worker in givers:
             bucket.rooms[worker].expect_push()
-        return _Gradients(bucket, total, kinds, rows)
+        return _Gradients(bucket, total, present)
 
     def _pushed(self, bucket: _Bucket, worker: int, request: Request) -> Tensor:
         room = bucket.rooms[worker]
@@ -319,7 +309,12 @@ class ServedShard:
             pair.send(float(squares))
             return float(pair.receive())
 
-        clip((found for each in gradients for found in each.present()), update.clip_value, update.clip_norm, reduce_sum)
+        clip(
+            (found for each in gradients for found in each.found().values()),
+            update.clip_value,
+            update.clip_norm,
+            reduce_sum,
+        )
 
     def _take_values(self, request: Request) -> None:
         """Takes the values of worker 0's groups, which hold for all workers."""
@@ -331,22 +326,10 @@ class ServedShard:
     def _update(self, together: Iterable[_Gradients]) -> None:
         assert self._part is not None
         optimizer = self._part.optimizer
-        found: dict[Parameter, Tensor] = {}
-        chosen: list[tuple[tuple[int, int], Parameter]] = []
-        for gradients in together:
-            bucket = gradients.bucket
-            for index, (piece, kind) in enumerate(zip(bucket.pieces, gradients.kinds, strict=True)):
-                place = self._places.get((bucket.number, index))
-                if kind != ABSENT and place is not None:
-                    gradient = bucket.part(gradients.flat, index)
-                    is_sparse = kind == SPARSE and self.plans[-1].split != "elements"
-                    found[piece] = sparse(gradient, gradients.rows.get(index)) if is_sparse else gradient
-                    chosen.append((place, piece))
-        if not chosen:
+        found = {piece: gradient for gradients in together for piece, gradient in gradients.found().items()}
+        held = [[piece for piece in group if piece in found] for group in self._held()]  # in their order
+        if not any(held):
             return
-        held: list[list[Parameter]] = [[] for _ in optimizer.param_groups]
-        for (number, _), piece in sorted(chosen, key=lambda each: each[0]):  # in their order, as on one device
-            held[number].append(piece)
         values = [dict(group) for group in optimizer.param_groups]
         try:
             self._part.update(held, found)

@@ -35,11 +35,10 @@ from lightning_multigpu.engine.parameter_server.pair import Reply
 from lightning_multigpu.engine.parameter_server.rooms import Room, cut
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, Pushed, Request
 from lightning_multigpu.engine.parameter_server.servers import Servers
-from lightning_multigpu.placement.gradient_kinds import kind_of, rows_of
+from lightning_multigpu.placement.gradient_kinds import as_dense
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
 from lightning_multigpu.placement.table import (
     Piece,
-    Split,
     bucket_parts,
     elements,
     fill,
@@ -101,7 +100,6 @@ class ServerTransport:
 
     Args:
         optimizer: of a module that is the same on all workers.
-        split: what the servers may divide; by default, what the class of the optimizer allows.
         bucket_bytes: of gradients that travel together.
 
     Attributes:
@@ -116,13 +114,12 @@ class ServerTransport:
         optimizer: Optimizer,
         servers: Servers,
         *,
-        split: Split | None = None,
         bucket_bytes: int = 4 * 2**20,
     ) -> None:
         _check_importable(optimizer)
         self.version = 0
         self.pushes_early = False
-        self._optimizer, self._servers, self._split = optimizer, servers, split or split_of(optimizer)
+        self._optimizer, self._servers, self._split = optimizer, servers, split_of(optimizer)
         self._bucket_bytes = bucket_bytes
         self._buckets: list[_Bucket] = []
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
@@ -374,7 +371,7 @@ class ServerTransport:
             if (gradient := parameter.grad) is None:
                 found.append(torch.zeros(piece.numel, dtype=part.dtype))
                 continue
-            gradient = gradient.detach().to_dense().to(part.dtype).contiguous()
+            gradient = as_dense(gradient.detach(), self._optimizer).to(part.dtype).contiguous()
             found.append(elements(gradient, piece).view(-1))
         device = part.pieces[0][0].device
         if device.type != "cuda":
@@ -414,8 +411,10 @@ class ServerTransport:
                 if norms and (servers.worker == 0 or not servers.job.is_synchronous):
                     squares[server] = servers.pairs[server].expect()
                 values = [_values(g) for g in self._optimizer.param_groups] if servers.worker == 0 else []
-                pushed = {part.bucket: _pushed(bucket, part)
-                          for bucket in active for part in bucket.parts if part.server == server}  # fmt: skip
+                pushed = {
+                    part.bucket: Pushed(bucket.num_pushes, [p.grad is not None for p, _ in part.pieces])
+                    for bucket in active for part in bucket.parts if part.server == server
+                }  # fmt: skip
                 request = Request(update, pushed, values, _weights_for(server, changed))
                 answers[server] = servers.ask(server, "ask", self._number, request)
             for server, future in self._pushing:
@@ -456,16 +455,6 @@ def _check_importable(optimizer: Optimizer) -> None:
 
 def _values(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _pushed(bucket: _Bucket, part: _Part) -> Pushed:
-    gradients = [(parameter.grad, piece.numel == parameter.numel()) for parameter, piece in part.pieces]
-    rows = {
-        index: rows_of(gradient)
-        for index, (gradient, is_whole) in enumerate(gradients)
-        if gradient is not None and gradient.is_sparse and is_whole
-    }
-    return Pushed(bucket.num_pushes, [kind_of(gradient) for gradient, _ in gradients], rows)
 
 
 def _joined(part: _Part) -> Tensor:

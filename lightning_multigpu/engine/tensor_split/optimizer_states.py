@@ -47,7 +47,7 @@ class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[m
     def __getitem__(self, name: str) -> Any:
         value = self.own[name]
         is_part = isinstance(value, Tensor) and value.dim() and value.shape == local(self._parameter).shape
-        return SplitTensor.of(value, self._parameter.placed) if is_part else value
+        return SplitTensor.of(value, self._parameter.placed, is_held=True) if is_part else value
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.own[name] = own_value(self._parameter, value)

@@ -36,7 +36,6 @@ class Failure(NamedTuple):
         message: the exception's message, for an exception of that class on other ranks.
         age_s: for how long it had lasted when it was found.
         signal: the signal on which the rank has ended its run alone, or 0.
-        is_late: it has waited out ``failure_timeout_s`` for the other ranks.
     """
 
     what: str
@@ -49,7 +48,6 @@ class Failure(NamedTuple):
     message: str = ""
     age_s: float = 0.0
     signal: int = 0
-    is_late: bool = False
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int | None, step: int | None) -> Failure:

@@ -8,7 +8,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu._usable_cores import usable_cores
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
@@ -28,7 +29,6 @@ from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.job.process_groups import leave_world
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.server_process import ServerProcess
-from lightning_multigpu.placement.table import Split
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
@@ -64,9 +64,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             serve`` with the ``MASTER_ADDR`` and ``MASTER_PORT`` of the job.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
             on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
-        optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
-            "nothing", where one server makes the whole update. By default "elements" for torch's optimizers that work
-            element by element, "tensors" for its others, and "nothing" for other classes.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -81,7 +78,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto", "external"] = "auto",
         bucket_cap_mb: float | None = None,
-        optimizer_split: Split | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
@@ -99,14 +95,10 @@ class ParameterServerStrategy(MultiGPUStrategy):
             option_checks.check_number("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
             option_checks.check_number("bucket_cap_mb", bucket_cap_mb)
-        if optimizer_split is not None:
-            option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
-        self._split = optimizer_split
-        self.common.averages_buffers = True
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
-        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.common.check_every):
+        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.check_replicas_every):
             name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
             raise ValueError(
                 f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
@@ -123,7 +115,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def options(self) -> dict[str, Any]:
         return {
             **super().options,
-            "optimizer_split": self._split,
             "mode": self._mode,
             "max_staleness": self._max_staleness,
             "num_servers": self._num_servers,
@@ -166,6 +157,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        self.buffers = ModuleBuffers(self._module, self.collectives.data, averages=True)
         return self._begin_alike(model, self.collectives.data)
 
     @override
@@ -174,9 +166,15 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._connect()  # not for evaluation; before schedules ask for the loader, which is one for their mode
         super().setup_optimizers(trainer)
         if not self._is_asynchronous:  # else a worker's gradients are its own
-            self.common.watch_given_gradients()
-        self.owned.begin(self._transport)
-        self.owned.clip_in_steps(is_asynchronous=self._is_asynchronous)
+            self._watch_given_gradients()
+        self.owned.begin(self.optimizers, self._transport, self.given)
+        self.owned.clip_in_steps(
+            self._module,
+            self.precision_plugin,
+            self._data_axis,
+            self._note_averages,
+            is_asynchronous=self._is_asynchronous,
+        )
         if self._asynchronous is not None:
             self._asynchronous.transports = self.owned.transports
 
@@ -248,12 +246,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     def _transport(self, optimizer: Optimizer) -> ServerTransport:
         assert self._connections is not None
-        return ServerTransport(
-            optimizer,
-            self._connections,
-            split=self._split,
-            bucket_bytes=self._bucket_bytes,
-        )
+        return ServerTransport(optimizer, self._connections, bucket_bytes=self._bucket_bytes)
 
     @override
     def server_statistics(self) -> ServerStatistics | None:

@@ -23,6 +23,7 @@ from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
@@ -46,8 +47,8 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes, measured_bytes
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
-from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
+from lightning_multigpu.strategies.pipeline.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss
@@ -124,10 +125,8 @@ class RunningPipeline:
         reducer = strategy._transport.open(
             strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None, warn=rank_zero_warn
         )
-        strategy._undo.callback(reducer.close)
-        strategy.averaging.compressing = reducer
         control = strategy.metered(strategy.collectives.data.group, "control")
-        strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
+        strategy.reducer, strategy.buffers = reducer, ModuleBuffers(strategy._module, control)
         return DataAxis(reducer, control)
 
     # The user's steps; no collectives
@@ -181,10 +180,8 @@ class RunningPipeline:
         Raises:
             ValueError, PipelineError: as :meth:`.Preparation.prepare`.
         """
-        common = self.strategy.common
-        if common.buffers_due:
-            common.share_buffers()
-        common.buffers_due = not accumulating
+        if self.strategy.buffers is not None:
+            self.strategy.buffers.before_step(accumulates=accumulating)
         batch, trainer = self._cut(multiplier), self.model.module.trainer
         self._preparation.prepare(batch)
         batch.without_gradient = [p for p in self.model.ownership.held() if p.grad is None]

@@ -163,7 +163,6 @@ def test_several_hosts_are_refused_before_anything_starts() -> None:
         ({"num_servers": 0}, "num_servers="),
         ({"num_servers": "node"}, "num_servers="),
         ({"servers": ["10.0.0.5:7000"]}, "servers="),
-        ({"optimizer_split": "rows"}, "optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"),
         ({"mode": "asynchronous"}, "mode='asynchronous' is not one of the choices"),
         ({"max_staleness": 3}, "max_staleness=3: with mode='sync' no gradients are stale"),
         ({"mode": "async", "max_staleness": -1}, "max_staleness=-1"),
