@@ -345,8 +345,8 @@ def shared_memory(process: psutil.Process) -> set[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """A checkpoint is a zip archive, whose table of contents is written last. A file about the failure may be there."""
-    if path.is_dir() or path.match("failure-*.txt"):
+    """A checkpoint is a zip archive, whose table of contents is written last."""
+    if path.is_dir():
         return True
     return path.suffix == ".ckpt" and zipfile.is_zipfile(path)
 

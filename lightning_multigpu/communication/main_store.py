@@ -7,7 +7,6 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
@@ -87,17 +86,11 @@ class MainStore:
         if self.rank != 0 or self.is_kept:
             return self._connected(address)
         if is_local:
-            try:
-                listener = listening_socket(address, self.port)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise self._cannot_listen(error) from None
-                listener = None  # by this process perhaps, whose store torch then returns
-            return self._listening(address, listener)
+            return self._listening(address, alone=True)
         try:
             return self._connected(address)  # to another rank 0: then both see each other's note
         except OSError:
-            store = self._listening(_LOOPBACK, None)
+            store = self._listening(_LOOPBACK, alone=False)
         try:
             _probe(address, self.port)
         except OSError as error:
@@ -112,19 +105,24 @@ class MainStore:
         _probe(address, self.port)
         return self._tcp_store(address, is_master=False)
 
-    def _listening(self, address: str, listener: socket.socket | None) -> TCPStore:
+    def _listening(self, address: str, *, alone: bool) -> TCPStore:
+        """The store of this process; with ``alone`` it listens at the address, and not at all interfaces."""
+        listener = None
         try:
+            if alone:
+                try:
+                    listener = listening_socket(address, self.port)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # by this process perhaps, whose store torch then returns
+                        raise
             return self._tcp_store(address, is_master=True, listener=listener)
         except (OSError, RuntimeError) as error:
-            raise self._cannot_listen(error) from None
-
-    def _cannot_listen(self, error: Exception) -> RendezvousError:
-        is_taken = os.strerror(errno.EADDRINUSE).lower() in str(error).lower()
-        what = "another program, or another job, has it" if is_taken else _first_line(error)
-        return RendezvousError(
-            f"rank 0 cannot listen at port {self.port} of {own_host()}: {what}. Set MASTER_PORT to a free port on all "
-            "hosts"
-        )
+            is_taken = os.strerror(errno.EADDRINUSE).lower() in str(error).lower()
+            what = "another program, or another job, has it" if is_taken else _first_line(error)
+            raise RendezvousError(
+                f"rank 0 cannot listen at port {self.port} of {own_host()}: {what}. Set MASTER_PORT to a free port on "
+                "all hosts"
+            ) from None
 
     def _tcp_store(self, address: str, *, is_master: bool, listener: socket.socket | None = None) -> TCPStore:
         # The store's own timeout does not end its wait for a silent peer.
@@ -184,8 +182,3 @@ def listening_socket(address: str, port: int) -> socket.socket | None:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     return None
-
-
-def kept_by_torchrun(variables: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent keeps a store at the main address, from torchrun's variables."""
-    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

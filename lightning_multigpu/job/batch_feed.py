@@ -89,10 +89,11 @@ class BatchFeed:
         if not trainer.training:
             return distributed
         group = control_group()
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
 
         def agreed(announcement: Announcement) -> None:
             # Gradients that are being accumulated are not part of a checkpoint.
-            may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+            may_act = progress.current.processed % trainer.accumulate_grad_batches == 0
             self._signals.agree(announcement.flags, may_act=may_act)
             on_agreed(announcement)
 
@@ -182,17 +183,10 @@ def add_to_all(counts: Any, number: int) -> None:
         setattr(counts, name, getattr(counts, name) + number)
 
 
-def batches_trained_on(trainer: pl.Trainer) -> int:
-    """Batches of this epoch that were trained on."""
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    return int(progress.current.processed)
-
-
 def batches_to_skip(trainer: pl.Trainer) -> int:
     """Batches that a run which resumes within an epoch leaves out; none after the last batch of an epoch."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    is_within = trainer.fit_loop.restarting and not progress.is_last_batch
-    return batches_trained_on(trainer) if is_within else 0
+    return int(progress.current.processed) if trainer.fit_loop.restarting and not progress.is_last_batch else 0
 
 
 def global_batch_text(sizes: Sequence[int | None], trainer: pl.Trainer) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning
 import torch
@@ -22,18 +22,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from lightning_multigpu.communication.digest import compared, model_table, value_text
 from lightning_multigpu.communication.interface import NO_WAY, source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
-from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
+from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.host_links import node_name, silence
-from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
+from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
-
-if TYPE_CHECKING:
-    pass
 
 _CUT_S = 2.0
 _SHORTEST_SILENCE_S = 1.0
@@ -65,7 +62,6 @@ class Joining:
         self._deadline_s: float | None = None
         self._attempt = 0
         self._rendezvous: Rendezvous | None = None
-        self._arrivals: list[Arrival] = []
         self.resumes = self._has_met_hosts = False
 
     def begin(
@@ -119,8 +115,7 @@ class Joining:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             start_timeout_s = run.join_timeout_s
             if run.local_rank == 0:
-                with contextlib.suppress(AddressTakenError):  # by another process of the job
-                    guardian = start_guardian(run, address)
+                guardian = start_guardian(run, address)
         client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
         return client, guardian
 
@@ -143,11 +138,9 @@ class Joining:
         except RuntimeError as error:
             self.watch.check()
             if any(reason in str(error) for reason in NO_WAY.values()):
-                ends = [each.name() for each in self._arrivals if f"remote=[{each.address}]" in str(error)]
                 raise ConnectionError(  # no RuntimeError: it is told before those who only see connections close
-                    f"no way to {ends[0] if ends else 'another rank'}: {error}. Check the routes and firewalls between "
-                    "the two hosts, or name another interface by GLOO_SOCKET_IFNAME. If it comes and goes, a table of "
-                    "the kernel may be full (dmesg: 'neighbour table overflow')"
+                    f"no way to another rank: {error}. Check the routes and firewalls between the two hosts, or name "
+                    "another interface by GLOO_SOCKET_IFNAME"
                 ) from error
             if time.monotonic() < self._deadline_s:
                 raise
@@ -182,7 +175,7 @@ class Joining:
             limit,
             rank=run.rank,
             is_one_host=run.num_nodes == 1 and not run.admits_others,
-            is_kept=kept_by_torchrun(os.environ),
+            is_kept=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             connections=CONNECTIONS,
         ).open()
         LAST_STORE[:] = [store]
@@ -198,9 +191,9 @@ class Joining:
             [first] = rendezvous.wait_for(0)
             secret = job_secret(os.environ) or first.offer["secret"]
             client.join_hosts(first.offer["address"], first.offer["port"], node_rank=run.node_rank, secret=secret)
-        self._arrivals = rendezvous.wait_for()
+        arrivals = rendezvous.wait_for()
         if run.num_nodes > 2:  # links between two hosts other than node 0's
-            hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
+            hosts = {each.address: node_name(each.node_rank, each.host) for each in arrivals}
             own_name = node_name(run.node_rank, own_host())
             client.find_failure = partial(broken_link, own_name, hosts, run.failure_timeout_s)
         return rendezvous.group_store

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.connections import Connections
@@ -46,7 +45,7 @@ CONNECTIONS = Connections()
 
 
 class ProcessGroups:
-    """All ranks, their mesh, and further groups over its axes.
+    """All ranks, as a mesh, and groups over its axes.
 
     Args:
         shape: ranks along the data, pipeline and tensor axes; neighbouring ranks differ in the last.
@@ -55,6 +54,7 @@ class ProcessGroups:
         store: the store of the rendezvous; not needed if this process is in the world already.
 
     Attributes:
+        data: the ranks that differ from this one in the data axis only.
         also_cut: called by :meth:`cut` first, to end other waits of this rank; must not raise.
         settle_control: waits a moment for a transfer of :meth:`control` under way; returns whether it has ended. If a
             connection is cut just as both ends begin to send, Gloo can lose a transfer: it never ends, and destroying
@@ -88,7 +88,12 @@ class ProcessGroups:
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
             self._set("GLOO_SOCKET_IFNAME", interface)
         try:
-            self.mesh = self._connect(environment, interface, store, shape)
+            with CONNECTIONS.noted():
+                self._join(environment, interface, store)
+            # Not by init_device_mesh: in a process that has left a world of NCCL and joined another one, its
+            # split_group ended in a segmentation fault (torch 2.11, NCCL 2.31).
+            self._ranks = torch.arange(dist.get_world_size()).reshape(shape)
+            self.data = self._data_group()
         except BaseException:
             self.leave(failed=True)
             raise
@@ -112,7 +117,8 @@ class ProcessGroups:
 
     def lines(self, axis: str) -> list[list[int]]:
         """The ranks of each line of ``axis``; every rank of the world is in one of them."""
-        return _lines(self.mesh.mesh, AXES.index(axis))
+        along = self._ranks.movedim(AXES.index(axis), -1)
+        return [list(line) for line in along.reshape(-1, along.shape[-1]).tolist()]
 
     def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
         """A further group over that of the ``lines`` which contains this rank, or None; a collective of the world."""
@@ -197,33 +203,17 @@ class ProcessGroups:
         before, os.environ[name] = os.environ.get(name), value
         self._undo.callback(*(os.environ.pop, name) if before is None else (os.environ.__setitem__, name, before))
 
-    def _connect(
-        self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
-    ) -> DeviceMesh:
-        # Groups of CPU back ends serve CUDA tensors too: the mesh gets the device of the back end.
-        mesh_device = "cuda" if self.backend == "nccl" else "cpu"
-        with CONNECTIONS.noted():
-            self._join(environment, interface, store)
-        # Not by init_device_mesh: in a process that has left a world of NCCL and joined another one, its split_group
-        # ended in a segmentation fault (torch 2.11, NCCL 2.31).
-        ranks = torch.arange(dist.get_world_size()).reshape(shape)
-        groups = [self._along(ranks, axis) for axis in range(len(AXES))]
-        return DeviceMesh.from_group(groups, mesh_device, mesh=ranks, mesh_dim_names=AXES)
-
-    def _along(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
-        """This rank's line of an axis; reuses groups, since each Gloo group connects all of its ranks."""
-        if ranks.shape[axis] == dist.get_world_size():
+    def _data_group(self) -> dist.ProcessGroup:
+        """This rank's line of the data axis, without a group of its own where that is the world."""
+        lines, rank = self.lines("data"), dist.get_rank()
+        if len(lines) == 1:
             return self.world
-        if ranks.shape[axis] > 1:
-            group = self.over(_lines(ranks, axis))
+        if len(lines) < dist.get_world_size():
+            group = self.over(lines)
             assert group is not None
             return group
-        alone = [dist.get_rank()]
-        for group in self.own:
-            if dist.get_process_group_ranks(group) == alone:
-                return group
         with self._unbound("any"):  # no split of the world, which all ranks would have to make for each of them
-            self.own.append(dist.new_group(alone, backend=self.backend, use_local_synchronization=True))
+            self.own.append(dist.new_group([rank], backend=self.backend, use_local_synchronization=True))
         return self.own[-1]
 
     def _join(self, environment: ClusterEnvironment, interface: str | None, store: Store | None) -> None:
@@ -245,11 +235,6 @@ class ProcessGroups:
         if self.backend == "nccl":
             atexit.register(leave_world)  # NCCL warns of groups that exist when the interpreter ends
         rank_zero_info(f"Process group of {environment.world_size()} over {self.backend}, through {interface}")
-
-
-def _lines(ranks: torch.Tensor, axis: int) -> list[list[int]]:
-    """The lines of an axis: ranks that differ in this axis only, in its order."""
-    return [list(line) for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()]
 
 
 def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from types import FrameType
@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of, was_late
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,29 +47,24 @@ class RunSignals:
         due: bits of the signals that some process of the job has received, and all processes know.
         waits: whether ranks will agree on another batch. If not, SIGINT and SIGTERM act at once.
         agreed: bits of the signals that all ranks have acted on together.
-        late: whether a signal has waited out ``patience_s``, here or on the rank that this one follows.
+        patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
+        on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the second
+            SIGTERM.
+        on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
     """
 
     def __init__(self) -> None:
         self._watch: _Watch | None = None
         self.defer([])
 
-    def defer(
-        self,
-        signals: list[signal.Signals],
-        *,
-        patience_s: float = float("inf"),
-        on_signal: Callable[[int, int], None] | None = None,
-        on_stuck: Callable[[], object] | None = None,
-    ) -> None:
-        """Sets the signals that :meth:`hold` defers; each has a bit, in this order.
-
-        The other arguments are those of :meth:`begin`.
-        """
+    def defer(self, signals: list[signal.Signals]) -> None:
+        """Sets the signals that :meth:`hold` defers; each has a bit, in this order."""
         self.received = self.due = self.agreed = self._alone = 0
-        self.waits, self.late = True, False
+        self.waits = True
         self._signals = signals
-        self._patience_s, self._on_signal, self._on_stuck = patience_s, on_signal, on_stuck
+        self.patience_s = float("inf")
+        self.on_signal: Callable[[int, int], None] | None = None
+        self.on_stuck: Callable[[], object] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._last_s: dict[signal.Signals, float] = {}
         self._numbers: Counter[signal.Signals] = Counter()
@@ -88,15 +83,8 @@ class RunSignals:
     ) -> bool:
         """Defers SIGINT from now on; workers that loaders fork later ignore it.
 
-        Args:
-            environment: Lightning's cluster environment, which detects SLURM.
-            patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
-            on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the
-                second SIGTERM.
-            on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
-
-        Returns:
-            False if the user's program has a handler for SIGINT: it is left alone.
+        Returns False if the user's program has a handler for SIGINT: it is left alone. ``environment`` is Lightning's
+        cluster environment, which detects SLURM. See the attributes for the other arguments.
         """
         signals = [signal.SIGTERM]
         requeue = getattr(environment, "requeue_signal", None)
@@ -105,7 +93,8 @@ class RunSignals:
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signals.append(signal.SIGINT)
-        self.defer(signals, patience_s=patience_s, on_signal=on_signal, on_stuck=on_stuck)
+        self.defer(signals)
+        self.patience_s, self.on_signal, self.on_stuck = patience_s, on_signal, on_stuck
         self.waits = False
         if is_ours:
             self.hold(signal.SIGINT)
@@ -143,36 +132,25 @@ class RunSignals:
         due, self.due, self._steps = self.due, 0, []
         self.received &= ~due
         self.agreed |= due
-        self._call(self._handlers, due)
+        for signum in self._signals:
+            if due & self._bit(signum):
+                self._handle(signum)
 
     def agreed_on(self, error: BaseException) -> bool:
-        """True if ``error`` is raised by all ranks together."""
-        return type(error) in _ERRORS and self.has_agreed(_ERRORS[type(error)])
-
-    def has_agreed(self, signum: signal.Signals) -> bool:
-        """True if all ranks have acted on the signal together."""
+        """True if ``error`` is of a signal that all ranks have acted on together."""
+        signum = _ERRORS.get(type(error))
         return signum in self._signals and bool(self.agreed & self._bit(signum))
 
-    def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread.
-
-        A signal that was late for that rank is late for this one, since both end with the same exit status.
-        """
-        number = signal_of(what)
-        if number is not None:
-            self.late = self.late or was_late(what)
-            self.follow(number)
-
-    def follow(self, signum: signal.Signals) -> None:
-        """Acts on a signal alone, or as another rank has done; called in another thread than the main one.
+    def follow(self, signum: signal.Signals | None) -> None:
+        """Acts on a signal alone, or as another rank has done, if one has; called in another thread than the main one.
 
         The main thread acts as soon as it runs Python code. If it waits in a collective, the wait is ended a second
         later; a process that does not leave another wait either is ended after ``patience_s`` more.
         """
-        if signum in self._signals and signal.getsignal(signum) == self._note:
+        if signum is not None and signum in self._signals and signal.getsignal(signum) == self._note:
             stuck_s = time.monotonic() + _MAIN_THREAD_S
-            stuck = [] if self._on_stuck is None else [(stuck_s, self._on_stuck)]
-            self._steps = [*stuck, (stuck_s + self._patience_s, partial(os._exit, 128 + signum))]
+            stuck = [] if self.on_stuck is None else [(stuck_s, self.on_stuck)]
+            self._steps = [*stuck, (stuck_s + self.patience_s, partial(os._exit, 128 + signum))]
             self._followed = signum
             self._own.add(signum)
             _thread.interrupt_main(signum)
@@ -196,10 +174,10 @@ class RunSignals:
             return
         self._numbers[signum] += 1
         if signum in _ERRORS.values() and not self._steps and not self._bit(signum) & (self.agreed | self._alone):
-            self._steps = [(now_s + self._patience_s, partial(self._is_late, signum))]
+            self._steps = [(now_s + self.patience_s, partial(self.follow, signum))]
         ends = signum == signal.SIGINT or (signum == signal.SIGTERM and self._numbers[signum] > 1)
-        if ends and self._on_signal is not None:
-            self._on_signal(128 + signum, self._numbers[signum])  # the status of a shell
+        if ends and self.on_signal is not None:
+            self.on_signal(128 + signum, self._numbers[signum])  # the status of a shell
 
     def hold(self, *only: signal.Signals) -> None:
         """Replaces the signals' handlers, by default all; only the main thread can, other threads do nothing."""
@@ -208,36 +186,32 @@ class RunSignals:
                 if signal.getsignal(signum) != self._note:
                     self._handlers[signum] = signal.signal(signum, self._note)
 
-    def release(self) -> None:
-        """Restores the handlers, and calls them for signals that were received and not acted on."""
-        left, self.received = self.received & ~self.agreed, 0  # a rank that acts signals its children once more
-        handlers, self._handlers, self._steps = self._handlers, {}, []
-        for signum, handler in handlers.items():
-            if signal.getsignal(signum) == self._note:
-                signal.signal(signum, handler)
-        self._call(handlers, left)
-
     def end(self, trainer: pl.Trainer | None) -> None:
-        """Restores the handlers; ``trainer`` is about to restore the handlers from before it."""
+        """Restores the handlers, and calls them for signals that were received and not acted on.
+
+        ``trainer`` is about to restore the handlers from before it.
+        """
         if trainer is not None:
             self._restore_at_teardown(trainer)
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        self.release()
-        self._signals = []  # another rank's end by a signal no longer ends this rank
+        left, self.received = self.received & ~self.agreed, 0  # a rank that acts signals its children once more
+        handlers, self._handlers, self._steps = self._handlers, {}, []
+        for signum, handler in handlers.items():
+            if signal.getsignal(signum) == self._note:
+                signal.signal(signum, handler)
+        signals, self._signals = self._signals, []  # another rank's end by a signal no longer ends this rank
+        for bit, signum in enumerate(signals):
+            if left & 1 << bit and callable(handlers.get(signum)):
+                handlers[signum](signum, None)
 
     def _bit(self, signum: signal.Signals) -> int:
         return 1 << self._signals.index(signum)
 
-    def _call(self, handlers: Mapping[signal.Signals, Any], bits: int) -> None:
-        for signum in self._signals:
-            if bits & self._bit(signum) and callable(handlers.get(signum)):
-                handlers[signum](signum, None)
-
-    def _is_late(self, signum: signal.Signals) -> None:
-        self.late = True
-        self.follow(signum)
+    def _handle(self, signum: signal.Signals) -> None:
+        if callable(self._handlers.get(signum)):
+            self._handlers[signum](signum, None)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
@@ -262,7 +236,7 @@ class RunSignals:
         self.received &= ~self._alone
         if number == signal.SIGTERM:
             raise SIGTERMException
-        self._call(self._handlers, self._bit(number))
+        self._handle(number)
 
     def _restore_at_teardown(self, trainer: pl.Trainer) -> None:
         if signal.SIGINT in self._handlers:

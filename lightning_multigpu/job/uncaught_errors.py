@@ -36,10 +36,9 @@ class FailureReport:
     """What this process prints if a program does not catch the exception of a failure.
 
     Attributes:
-        in_full: print its traceback; one rank of the job does. A further rank with an exception of its own prints that
-            in one line.
+        in_full: print its traceback; one rank of the job does.
         print_failure: prints the failure, and the line that it is given; returns False if it cannot. None if the
-            failure is printed already, or is the program's.
+            failure is printed already.
         checkpoint: finds the file to resume from when the failure is printed; None for no such line.
         limit_exit: limits the time of the exit that follows.
     """
@@ -68,10 +67,8 @@ class FailureReport:
     def _traceback(self, error: BaseException) -> str:
         is_failures = getattr(error, _REPORT, None) is self
         is_own = self.failure.pid == os.getpid() and bool(self.failure.traceback)
-        if is_failures and not self.in_full:
-            return "".join(traceback.format_exception_only(error)) if is_own else ""
         if is_failures and not is_own:
-            return f"{folded(self.failure.traceback).rstrip()}\n"
+            return f"{folded(self.failure.traceback).rstrip()}\n" if self.in_full else ""
         found = traceback.TracebackException.from_exception(error)
         found.__notes__ = [note for note in found.__notes__ or () if note != self.failure.summary()]  # the last line
         return f"{folded(''.join(found.format())).rstrip()}\n"

@@ -18,7 +18,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -54,9 +53,8 @@ from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
-from lightning_multigpu.strategies.steps.dry_run import check_takes_batch
+from lightning_multigpu.strategies.steps.dry_run import ShareProof, check_takes_batch
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
-from lightning_multigpu.strategies.steps.share_proof import ShareProof
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
         verify_steps: so many batches of a fit are compared before they train: on each rank the gradients of two halves
             have to add up to those of the batch, as they do unless the loss couples the samples of a batch; see
-            :class:`.SumCheck`. 0 compares nothing. Has no effect in manual optimization.
+            :class:`.PartsCheck`. 0 compares nothing. Has no effect in manual optimization.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
             the same values; a difference raises an error that names the parameters and the ranks. None checks at the
             end of a fit only, 0 never. A check reads all parameters once.
@@ -253,11 +251,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     def groups(self) -> ProcessGroups | None:
         """The process groups of the run; None outside of one."""
         return self.collectives.groups
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks along the axes data, pipeline and tensor; None outside a run."""
-        return None if self.groups is None else self.groups.mesh
 
     @property
     def process_group_backend(self) -> str | None:
@@ -482,15 +475,12 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
-        module, client, is_fit = self._module, self.failure_watch.client, trainer.state.fn == TrainerFn.FITTING
+        module, is_fit = self._module, trainer.state.fn == TrainerFn.FITTING
         if is_fit:
             check_has_shapes(module)
         check_loaders(trainer)
         if self.groups is not None:
             check_model(module, self.collectives.world)
-        directory = str(trainer.log_dir or trainer.default_root_dir)  # a collective
-        if client is not None and "://" not in directory:  # the guardian writes a failure's file to a local disk only
-            client.report_to(directory, node_rank=self.node_rank if self.num_nodes > 1 else None)
         if self.data_parallel_size > 1 and is_fit:
             check_embeddings(module)  # those of configure_model too
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.shared_gpus import refusal_of_nccl, share_a_gpu
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, share_a_gpu, sharing_backend
 
 SHORTEST_OF_HOSTS_S = 5.0
 
@@ -113,10 +113,10 @@ def check_backend(backend: str | None, device_type: str, devices: Sequence[torch
             f"process_group_backend={backend!r} moves no tensors on {device_type!r} in this build of torch; pass "
             f"{' or '.join(map(repr, usable))}, or leave the option out"
         )
-    if name == "nccl" and share_a_gpu(devices) and (refusal := refusal_of_nccl()) is not None:
+    if name == "nccl" and share_a_gpu(devices) and sharing_backend() != "nccl":
         raise ValueError(
-            f"parallel_devices={[device.index or 0 for device in devices]}: {refusal}; pass "
-            "process_group_backend='gloo', or name each GPU once"
+            f"parallel_devices={[device.index or 0 for device in devices]}: ranks share a GPU over NCCL from version "
+            f"2.31 on, where {SHARING_VARIABLE}=1 is set; pass process_group_backend='gloo', or name each GPU once"
         )
 
 

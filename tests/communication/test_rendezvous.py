@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -18,7 +17,7 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from lightning_multigpu.communication import main_store as main_store_module
 from lightning_multigpu.communication import rendezvous as rendezvous_module
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun, listening_socket
+from lightning_multigpu.communication.main_store import MainStore, listening_socket
 from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError
 from tests.world import free_port
 
@@ -95,15 +94,6 @@ class TestRendezvous:
         late.check_in()
         with pytest.raises(RendezvousError, match="rank 0 of 2 did not come"):
             late.wait_for()
-
-    def test_an_offer_is_there_for_as_long_as_it_is_needed(self) -> None:
-        """The secret of the hosts' guardians stood in the store for the whole run."""
-        store = HashStore()
-        giving, taking = rendezvous(store, replace(arrival(0), offer={"secret": "abc"})), rendezvous(store, arrival(1))
-        giving.check_in()
-        assert [found.offer for found in taking.wait_for(0)] == [{"secret": "abc"}], "before the others have come"
-        giving.withdraw()
-        assert not PrefixStore("lightning-multigpu/0", store).check(["note/0"])
 
     @pytest.mark.parametrize(
         "note",
@@ -250,9 +240,6 @@ class TestMainStore:
         assert capfd.readouterr().err.count("rank 0 at no-such-host.invalid") == 1
 
     def test_a_store_that_torchrun_keeps(self) -> None:
-        assert kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        assert not kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "False"})
-        assert not kept_by_torchrun({})
         kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         kept.set("key", "of the agent")
         assert main_store(0, kept.port, is_kept=True).open().get("key") == b"of the agent"

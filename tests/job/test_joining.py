@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from torch import nn
 from lightning_multigpu import ParameterServerStrategy, RingDDPStrategy
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.main_store import MainStore
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
+from lightning_multigpu.communication.rendezvous import Rendezvous, RendezvousError
 from lightning_multigpu.job import joining
 from lightning_multigpu.job.failure_watch import FailureWatch, _is_connection_loss
 from lightning_multigpu.job.joining import Joining
@@ -130,21 +129,17 @@ def test_what_hosts_compare(secret: str, shown: str, monkeypatch: pytest.MonkeyP
         job_secret({JOB_SECRET: "secret"})
 
 
-@pytest.mark.parametrize(
-    ("remote", "other"),
-    [(", remote=[10.77.0.2]:4711", "rank 1 (host h1, node 1, pid 101)"), ("", "another rank")],
-    ids=["a newer Gloo", "an older one"],
-)
-def test_a_rank_that_finds_no_way_says_so(remote: str, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_finds_no_way_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 33 hosts, rank 27 got "No route to host" and waited; rank 11, who saw that connection close, was blamed."""
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
     way = Joining(FailureWatch(RunSignals()))
-    way._arrivals = [Arrival(r, f"h{r}", r, 100 + r, 3, {}, f"10.77.0.{r + 1}") for r in range(3)]
     way._deadline_s = time.monotonic() + 60
     run: Any = SimpleNamespace(rank=2, join_timeout_s=60.0)
-    expected = f"^no way to {re.escape(other)}: .*No route to host"
-    with pytest.raises(ConnectionError, match=expected) as caught, way.limited(run):
-        raise RuntimeError(f"[gloo/transport/tcp/socket.cc:142] connect: No route to host{remote}")
+    with (
+        pytest.raises(ConnectionError, match=r"^no way to another rank: .*No route") as caught,
+        way.limited(run),
+    ):
+        raise RuntimeError("[gloo/transport/tcp/socket.cc:142] connect: No route to host")
     assert not _is_connection_loss(caught.value), "it is told at once, before those who only see connections close"
 
 

@@ -68,13 +68,6 @@ def test_what_others_print_of_the_failure_of_a_rank(where: str, capsys: pytest.C
     assert "in raised" in error.__notes__[0], "who catches it has the traceback"
 
 
-def test_an_exception_that_all_ranks_raise_is_one_line_on_further_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    error = raised()
-    print_if_uncaught(error, FailureReport(own_failure(error), False))
-    assert printed(error, capsys)[0] == "ValueError: spoilt"
-    assert "The job failed" not in "".join(printed(error, capsys))
-
-
 def test_the_last_line_names_the_file_to_resume_from(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -64,7 +64,6 @@ CONTROLS: dict[str, Callable[[], object]] = {
     "breakpoint": outside_faults.breakpoint_,
     "trace": outside_faults.trace,
     "pause": outside_faults.pause,
-    "stop-guardian": outside_faults.stop_guardian,
 }
 
 

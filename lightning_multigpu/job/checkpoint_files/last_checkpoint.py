@@ -85,20 +85,15 @@ def last_checkpoint_of(trainer: pl.Trainer) -> str | None:
 
     def look() -> None:
         with contextlib.suppress(Exception):
-            found.append(_newest_of(trainer))
+            begun_s = psutil.Process().create_time()
+            folders = {str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks} - {""}
+            files = (file for folder in folders for file in complete_checkpoints(folder))
+            written = newest(file for file in files if file.modified_s >= begun_s)
+            resumed = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+            found.append(resumed if written is None else written.path)
 
     done_within(_LOOK_S, look)
     return found[-1]
-
-
-def _newest_of(trainer: pl.Trainer) -> str | None:
-    begun_s = psutil.Process().create_time()
-    folders = {str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks} - {""}
-    written = [file for folder in folders for file in complete_checkpoints(folder) if file.modified_s >= begun_s]
-    found = newest(written)
-    if found is not None:
-        return found.path
-    return None if trainer.ckpt_path is None else str(trainer.ckpt_path)
 
 
 def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFile]:

@@ -22,17 +22,9 @@ from lightning_multigpu.job.guardian.watchdog import Watchdog  # noqa: E402
 
 # The guardian is in the ranks' process group, so that it receives Ctrl-C. It ignores other signals that a terminal or a
 # supervisor sends to the group, such as Ctrl-Z.
-_IGNORED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+_IGNORED = [
+    signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "TSTP", "TTIN", "TTOU", "USR1", "USR2")
+]
 
 
 def main() -> None:

@@ -36,7 +36,7 @@ class Failure(NamedTuple):
         pid: the failed process on its host, or None if there is none.
         step: optimizer steps that the rank had completed, or None if unknown.
         traceback: the traceback of the rank's exception with its notes, or empty.
-        error_type: the name of the exception's class if it is built into Python, or empty.
+        error_type: the name of the exception's class, "builtins.ValueError"; empty without an exception.
         message: the exception's message, for an exception of that class on other ranks.
     """
 
@@ -66,7 +66,7 @@ class Failure(NamedTuple):
             pid=os.getpid(),
             step=step,
             traceback="".join(traceback.format_exception(error)),
-            error_type=kind.__name__ if kind.__module__ == "builtins" else "",
+            error_type=f"{kind.__module__}.{kind.__qualname__}",
             message=error.args[0] if is_text else text_of(error),
         )
 
@@ -76,7 +76,8 @@ class Failure(NamedTuple):
         A built-in exception keeps its class, and gets a note about the failure. Exceptions of all other classes become
         a :class:`RankFailedError`.
         """
-        kind = getattr(builtins, self.error_type, None) if self.error_type else None
+        module, _, name = self.error_type.rpartition(".")
+        kind = getattr(builtins, name, None) if module == "builtins" else None
         if isinstance(kind, type) and issubclass(kind, Exception):
             with contextlib.suppress(Exception):  # some classes take more than a message
                 error: Exception = kind(self.message)
@@ -84,6 +85,11 @@ class Failure(NamedTuple):
                 return error
         text = self.describe() if self.rank is not None else f"the job failed: {self.describe()}"
         return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
+
+    def is_alike(self, other: Failure) -> bool:
+        """Whether two ranks have raised the same class of exception at the same step and line."""
+        mine, others = ((each.error_type, each.step or 0, each.place) for each in (self, other))
+        return mine == others
 
     def note(self) -> str:
         """The note of an exception that this failure raises in another process."""

@@ -14,24 +14,18 @@ INTERRUPTED_STATUS = 130
 
 # A rank's report when a signal has ended its run before the ranks could agree on the signal.
 _REPORTS = {signal.SIGINT: "was interrupted (SIGINT)", signal.SIGTERM: "was terminated (SIGTERM)"}
-_LATE = ", for which the ranks reached no common batch"
 
 _LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C ends it at once.\n"
 
 
-def report_of(signum: signal.Signals, *, late: bool) -> str:
-    """A rank's report that a signal has ended its run; ``late``: it has waited out ``failure_timeout_s``."""
-    return _REPORTS[signum] + _LATE * late
+def report_of(signum: signal.Signals) -> str:
+    """A rank's report that a signal has ended its run."""
+    return _REPORTS[signum]
 
 
 def signal_of(what: str) -> signal.Signals | None:
     """The signal that has ended a rank's run, by its report; None if the rank has failed."""
-    return next((signum for signum, text in _REPORTS.items() if what.startswith(text)), None)
-
-
-def was_late(what: str) -> bool:
-    """True if, by a rank's report, a signal has waited out ``failure_timeout_s``."""
-    return what.endswith(_LATE)
+    return next((signum for signum, text in _REPORTS.items() if what == text), None)
 
 
 class Interrupts:

@@ -13,27 +13,19 @@ read from it. Over a UNIX socket both ends ask the kernel for the other's proces
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
 import struct
-import sys
-import termios
-import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
-
-from lightning_multigpu.job.guardian.proc import clock_s
 
 MAX_LINE_BYTES = 128 * 1024
 MAX_STRANGER_BYTES = 4 * 1024
 _CHUNK_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
-_ARRIVAL_LOOK_S = 0.005
-_NOTHING_LEFT_S = 0.02
 
 Message = dict[str, Any]
 
@@ -154,14 +146,6 @@ class Connection:
             raise ProtocolError("a message came without its file descriptor: see `ulimit -n`")
         return self._descriptors.pop(0)
 
-    def await_arrival(self, until_s: float) -> None:
-        """Waits until the other end's system has all data sent over TCP, or until ``until_s`` on CLOCK_BOOTTIME.
-
-        A socket that is closed with unread data drops its data under way.
-        """
-        while not self.closed and _unacknowledged_bytes(self.socket) and clock_s() < until_s:
-            time.sleep(_ARRIVAL_LOOK_S)
-
     def close(self) -> None:
         """Closes the socket and the received file descriptors."""
         self.closed = True
@@ -208,10 +192,6 @@ class Connection:
         return data
 
 
-def _unacknowledged_bytes(sock: socket.socket) -> int:
-    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-
-
 def accepted(listener: socket.socket) -> Iterator[socket.socket]:
     """The sockets of those that have connected, at most 64 at a time, so that the loop goes on."""
     for _ in range(_MAX_ACCEPTED):
@@ -219,9 +199,6 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
             sock, _ = listener.accept()
         except ConnectionError:  # it has disconnected
             continue
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptor or memory is left; the listener stays readable: the caller's loop must not spin
-            time.sleep(_NOTHING_LEFT_S)
+        except OSError:  # nobody is there, or no descriptor is left
             return
         yield sock

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import time
-
-from lightning_multigpu.job.guardian.blocking import append, print_text
-from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
-from lightning_multigpu.job.guardian.interrupts import signal_of
+from lightning_multigpu.job.guardian.blocking import print_text
+from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED
-from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
+from lightning_multigpu.job.guardian.ranks import Ranks
 
 # The share of failure_timeout_s in which ranks may end themselves; the rest is for the kernel and the message.
 OWN_TIME = 0.9
@@ -22,20 +19,14 @@ class Shutdown:
     ``waits`` are the collectives in which ranks waited at the failure, one line for each rank.
     """
 
-    def __init__(self, failure: Failure, since_s: float, timeout_s: float) -> None:
-        self.failure = failure
-        self.since_s = since_s
+    def __init__(self, failure: Failure, since_s: float, timeout_s: float, waits: list[str]) -> None:
+        self.failure, self.waits = failure, waits
         self._kill_at_s = since_s + OWN_TIME * timeout_s
-        self._own_time_s = OWN_TIME * timeout_s
-        self._killed: list[WatchedRank] = []
         self.is_printed = False
-        self.waits: list[str] = []
-        self._wants_file = signal_of(failure.what) is None
 
     def hurry(self, now_s: float) -> None:
-        """Leaves ranks only the time to receive the message: the user has ended the job, and needs no file."""
+        """Leaves ranks only the time to receive the message: the user has ended the job."""
         self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
-        self._wants_file = False
 
     def is_late(self, now_s: float) -> bool:
         """True once the time in which ranks may end themselves is over."""
@@ -47,27 +38,15 @@ class Shutdown:
         A stopped rank cannot end itself: it is killed once only stopped ranks are left. The others end first, because a
         terminal shows its prompt when the first rank has ended.
         """
-        states = {rank.rank: rank.process.state() for rank in ranks.at_work}
-        left = [rank for rank in ranks.at_work if states[rank.rank] != ENDED]
-        only_stopped = all(states[rank.rank] == STOPPED for rank in left)
-        if left and (only_stopped or now_s >= self._kill_at_s):
+        states = {rank: rank.process.state() for rank in ranks.at_work}
+        left = [rank for rank, state in states.items() if state != ENDED]
+        if self.is_late(now_s) or all(states[rank] == STOPPED for rank in left):
             for rank in left:
-                if rank not in self._killed:
-                    self._killed.append(rank)
-                    rank.process.kill()
+                rank.process.kill()
         return not left
 
-    def write(self, path: str | None, ranks: Ranks) -> None:
-        """Appends the failure to a file, once, with the time and the ranks of this host: it may be read much later."""
-        if path is not None and self._wants_file:
-            when = time.strftime("%Y-%m-%d %H:%M:%S %z")
-            pids = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in ranks)
-            text = f"{when}, host {host_name()}, rank {pids}\n{self._text(self.failure.traceback)}"
-            append(path, text, "The failure", limit_s=_LIMIT_S)
-        self._wants_file = False
-
     def print(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
-        """Prints the failure in the terminal, once.
+        """Prints the failure in the terminal, once: the traceback, the other ranks' collectives, and one line.
 
         ``has_traceback``: the failed rank has printed its traceback. ``advice`` is the last line.
         """
@@ -75,16 +54,6 @@ class Shutdown:
             return
         self.is_printed = True
         is_here = ranks.get(self.failure.rank) is not None
-        text = self._text(folded(self.failure.traceback) if is_here and not has_traceback else "")
-        print_text(text + (f"{advice}\n" if advice else ""), limit_s=_LIMIT_S)
-
-    def _text(self, traceback: str) -> str:
-        """The failed rank's traceback, the killed ranks, the other ranks' collectives and, last, the failure."""
-        lines = [traceback.rstrip()] if traceback else []
-        others = [rank for rank in self._killed if rank.rank != self.failure.rank]
-        if others:
-            names = ", ".join(f"{rank.rank} (pid {rank.process.pid})" for rank in others)
-            lines.append(
-                f"Ended with SIGKILL on {host_name()}, because still there {self._own_time_s:g} s later: rank {names}"
-            )
-        return "\n".join([*lines, *closing_lines(self.failure, self.waits)]) + "\n"
+        lines = [folded(self.failure.traceback).rstrip()] if is_here and not has_traceback else []
+        lines += [*closing_lines(self.failure, self.waits), advice]
+        print_text("".join(f"{line}\n" for line in lines if line), limit_s=_LIMIT_S)

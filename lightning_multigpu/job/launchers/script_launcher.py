@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
@@ -19,7 +20,6 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.job.guardian import Guardian
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
@@ -74,8 +74,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
         except Exception as error:
             print_if_uncaught(error, watch.report(self._run, trainer))
-            if watch.client is not None and watch.prints_failure(self._run):
-                watch.client.may_print()
             raise
 
     def _check_started(self) -> None:
@@ -121,13 +119,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         After a Ctrl-C they have time to end in order before SIGKILL. All ranks act on SIGTERM at the same batch: they
         would take another one for the user's second, which ends them at once.
         """
-        signals = self._joining.watch.signals
-        if signum == signal.SIGTERM and signals.has_agreed(signal.SIGTERM):
+        if signum == signal.SIGTERM and self._joining.watch.signals.agreed_on(SIGTERMException()):
             return
         until_s = time.monotonic() + self._run.failure_timeout_s
         for child in self.procs if signum == signal.SIGKILL else ():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, until_s - time.monotonic()))
         super().kill(signum)
-        if signum == signal.SIGKILL and signals.late:  # Lightning ends this process with exit status 1 otherwise
-            raise SystemExit(INTERRUPTED_STATUS)

@@ -113,13 +113,13 @@ class SpawnLauncher(MultiProcessingLauncher):
                 if isinstance(error, KeyboardInterrupt) and ranks is not None:
                     ranks.interrupt()
                 elif ranks is not None:
-                    ranks.end()
+                    ranks.end(signal.SIGTERM, signal.SIGKILL)
             finally:
                 if not is_reported(error):
                     guardian.stop()
             raise
         finally:
-            # They end so at a second Ctrl-C, or at the first one in a deadlock.
+            # They end so at a second Ctrl-C.
             if ranks is not None and any(each.exitcode == INTERRUPTED_STATUS for each in ranks.processes):
                 os._exit(INTERRUPTED_STATUS)
         guardian.stop()
@@ -159,7 +159,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             if isinstance(error, SIGTERMException):
                 raise SystemExit(SIGTERM_STATUS) from None
             answers.send_bytes(pickle.dumps(_INTERRUPTED))
-            raise SystemExit(INTERRUPTED_STATUS if watch.signals.late else 1) from None
+            raise SystemExit(1) from None
         except SystemExit:
             watch.stop()
             raise
@@ -175,7 +175,7 @@ class SpawnLauncher(MultiProcessingLauncher):
                 report.print(error)
                 raise SystemExit(1) from None
             checkpoint = None if report.checkpoint is None else report.checkpoint()
-            answers.send_bytes(pickle.dumps(_Failed(watch.failure, report.in_full, watch.is_common_error, checkpoint)))
+            answers.send_bytes(pickle.dumps(_Failed(watch.failure, report.in_full, checkpoint)))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
@@ -222,13 +222,11 @@ class _Result(NamedTuple):
 class _Failed(NamedTuple):
     """The answer of a rank whose run has failed.
 
-    ``in_full``: the failure is this rank's own. ``is_common_error``: all ranks have raised it. ``checkpoint`` is the
-    file to resume from.
+    ``in_full``: the failure is this rank's own. ``checkpoint`` is the file to resume from.
     """
 
     failure: Failure
     in_full: bool = False
-    is_common_error: bool = False
     checkpoint: str | None = None
 
 
@@ -254,8 +252,7 @@ class _Ranks:
                 guardian.started(self._first_rank + local_rank, process.pid)
         except BaseException as error:
             guardian.kill()
-            self._signal(signal.SIGKILL)
-            self._join(self._timeout_s)
+            self.end(signal.SIGKILL)
             note_refusal(error, f"rank {len(self.processes)} of {run.ranks_per_host} on this host cannot start")
             raise
 
@@ -295,13 +292,11 @@ class _Ranks:
             failed = [_Failed(failure)]
         first = min(failed, key=lambda each: not each.in_full)
         error = first.failure.exception()
-        print_failure = None if first.is_common_error else self._guardian.print_failure
         checkpoint = next((each.checkpoint for each in failed if each.checkpoint), None)
         limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, print_failure, lambda: checkpoint, limit)
+        report = FailureReport(first.failure, first.in_full, self._guardian.print_failure, lambda: checkpoint, limit)
         print_if_uncaught(error, report)
-        self._guardian.may_print()
-        weakref.finalize(report, self._guardian.stop)
+        weakref.finalize(report, self._guardian.stop, is_caught=True)
         raise error from None
 
     def interrupt(self) -> None:
@@ -313,17 +308,15 @@ class _Ranks:
         self._signal(signal.SIGINT)
         self.await_end()
 
-    def end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+    def end(self, *numbers: signal.Signals) -> None:
+        """Sends the signals one after the other to those that have not ended in time."""
+        for number in numbers:
             self._signal(number)
-            self._join(self._timeout_s)
+            until_s = time.monotonic() + self._timeout_s
+            for process in self.processes:
+                process.join(max(0.0, until_s - time.monotonic()))
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.exitcode is None:
                 os.kill(process.pid, number)
-
-    def _join(self, timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.join(max(0.0, until_s - time.monotonic()))

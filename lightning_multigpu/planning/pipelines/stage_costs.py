@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Literal
+from typing import Literal
 
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds, cheapest_bounds, layers_text
@@ -86,17 +86,16 @@ class StageCosts:
 
     def forward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's forward pass in a stage with the layers ``[start, stop)``."""
-        return self._at_ends("forward_s", start, stop) + self._forward[stop] - self._forward[start]
+        return self._forward[stop] - self._forward[start] + self._at_ends("forward_s", start, stop)
 
     def backward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's backward pass in a stage with the layers ``[start, stop)``."""
-        return self._at_ends("backward_s", start, stop) + self._backward[stop] - self._backward[start]
+        return self._backward[stop] - self._backward[start] + self._at_ends("backward_s", start, stop)
 
-    def _at_ends(self, figure: str, start: int, stop: int) -> Any:
+    def _at_ends(self, figure: str, start: int, stop: int) -> float:
         """A figure of the parts before and after the layers, where the stage runs them."""
-        first, *_, last = self.parts
-        before = 0 if start else getattr(first, figure)
-        return before + (getattr(last, figure) if stop == self.num_layers else 0)
+        ends = ([] if start else [self.parts[0]]) + ([self.parts[-1]] if stop == self.num_layers else [])
+        return float(sum(getattr(part, figure) for part in ends))
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
         """Seconds of a micro-batch, forward and backward."""

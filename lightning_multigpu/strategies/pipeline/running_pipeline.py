@@ -47,8 +47,8 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes, measured_bytes
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
-from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
+from lightning_multigpu.strategies.pipeline.preparation import Preparation
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss

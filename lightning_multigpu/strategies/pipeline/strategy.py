@@ -84,7 +84,7 @@ class PipelineStrategy(MultiGPUStrategy):
             all. By default the ranks whose stages use a parameter hold it. Name the parameters with which hooks
             outside of steps compute on every rank.
         verify_steps: so many steps are computed on the first batch, before it trains, by the pipeline and by one
-            process that has a copy of the model; the run ends if their gradients differ, or if losses and gradients of
+            process that has the whole model; the run ends if their gradients differ, or if losses and gradients of
             micro-batches do not add up to those of the batch. Repeated in the second epoch, and when the loss has a new
             term, or other parameters or optimizers train. 0 compares nothing, and accepts a loss that couples samples.
         batch_dim: the dimension of a training batch's tensors that counts samples; tensors are cut into micro-batches

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.hugging_face import saving_whole
 from lightning_multigpu.engine.optimizer_state import held_states
+from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
@@ -33,7 +34,6 @@ from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, user_line
-from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
@@ -67,22 +67,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
-    """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
+    """Checks that each pattern of the option ``plan`` matches a module."""
     names = dict(module.named_modules())
-    for number, (pattern, style) in enumerate([] if plan == "auto" else plan.items()):
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
+    for pattern, style in () if plan == "auto" else plan.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
             layers = {kind_of([n]) for n, part in names.items() if is_linear(part) or isinstance(part, Embedding)}
             near = ", ".join(map(repr, get_close_matches(pattern, layers, cutoff=0.0))) or "none that can be split"
             raise ValueError(
                 f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
                 f"layers: {near}. Change the pattern, or leave it out"
-            )
-        earlier = list(plan)[:number]
-        if all(any(fnmatchcase(name, other) for other in earlier) for name in matched):
-            raise ValueError(
-                f"plan: {{{pattern!r}: {style!r}}} changes nothing, as earlier patterns match all of its modules, "
-                f"{matched[0]!r} for example; put it before them, or leave it out"
             )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,8 +129,9 @@ class TensorSplitStrategy(RingDDPStrategy):
         return tensor or max(1, self.num_nodes * self.num_processes // (data or 1))
 
     @property
-    def _is_split(self) -> bool:
-        return self._layers is not None and self._layers.split is not None
+    def _split_layers(self) -> SplitLayers | None:
+        """The layers, once they are split."""
+        return None if self._layers is None or self._layers.split is None else self._layers
 
     # Setting up
 
@@ -220,9 +221,9 @@ class TensorSplitStrategy(RingDDPStrategy):
         if self._tensor is not None:
             self._tensor.shows_parts = True
         module = self.lightning_module
-        if self._is_split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
-            assert self._layers is not None
-            self._layers.make_whole(self.optimizers)
+        layers = self._split_layers
+        if layers is not None and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
+            layers.make_whole(self.optimizers)
         self._undo.close()
         self._tensor = self._peers = self._layers = None
         super().teardown()
@@ -267,7 +268,7 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._agree_on_random_states()
-        if not self._is_split:
+        if self._split_layers is None:
             self._decide(*args, *kwargs.values())
         return tree_map(whole, super().training_step(*args, **kwargs))
 
@@ -285,8 +286,8 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
         super()._check_new(optimizers)
-        if self._layers is not None and self._is_split:
-            self._layers.check_optimizers(optimizers)
+        if (layers := self._split_layers) is not None:
+            layers.check_optimizers(optimizers)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -304,20 +305,13 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     # Evaluation
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         self._agree_on_random_states()
-        return tree_map(whole, super().validation_step(*args, **kwargs))
+        return tree_map(whole, getattr(super(), step)(*args, **kwargs))
 
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._agree_on_random_states()
-        return tree_map(whole, super().test_step(*args, **kwargs))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._agree_on_random_states()
-        return tree_map(whole, super().predict_step(*args, **kwargs))
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
@@ -342,17 +336,17 @@ class TensorSplitStrategy(RingDDPStrategy):
     @property
     @override
     def _needs_others(self) -> bool:
-        return self._is_split
+        return self._split_layers is not None
 
     @override
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
-        layers = self._layers if self._is_split else None
+        layers = self._split_layers
         return state if layers is None else layers.whole_state_dict(state)
 
     @override
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._watch_states()
-        found, layers = super()._whole_state(optimizer), self._layers if self._is_split else None
+        found, layers = super()._whole_state(optimizer), self._split_layers
         return found if layers is None else layers.whole_optimizer_state(optimizer, found)
 
     @override

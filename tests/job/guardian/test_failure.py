@@ -73,7 +73,7 @@ def test_what_cannot_be_raised_elsewhere_is_told(error: BaseException) -> None:
     assert f"raised {type(error).__name__}" in str(again)
     # The name comes from another process: only exceptions are looked up by it.
     for name in ("print", "BaseException", "__import__", "nothing"):
-        assert type(Failure("raised it", 3, error_type=name, message="x").exception()) is RankFailedError
+        assert type(Failure("raised it", 3, error_type=f"builtins.{name}", message="x").exception()) is RankFailedError
     failure = Failure("node 1 has received nothing from node 0").exception()
     assert str(failure) == "the job failed: node 1 has received nothing from node 0"
     assert not hasattr(failure, "__notes__"), "it was not raised on another rank"

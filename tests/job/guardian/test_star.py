@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.job.guardian import host_links as hosts_module
+from lightning_multigpu.job.guardian.client import _line_of
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.host_links import Hosts
-from lightning_multigpu.job.guardian.protocol import Connection, encode
+from lightning_multigpu.job.guardian.protocol import Connection, decode, encode
 
 SECRET = "of the job"
 SILENCE_S = 3.0
@@ -26,7 +27,6 @@ class Node:
         self.node_rank = node_rank
         self.readers: dict[socket.socket, Callable[[], None]] = {}
         self.found: list[str] = []
-        self.met: list[int] = []
         self.hosts = Hosts(
             silence_s=SILENCE_S,
             watch=self.readers.__setitem__,
@@ -56,10 +56,17 @@ class Network:
         for node in self.nodes[1:]:
             self.join(node)
 
-    def join(self, node: Node, secret: str = SECRET) -> None:
-        sock, node_rank = socket.create_connection(self.listener.getsockname()), node.node_rank
-        node.hosts.join(sock, node_rank=node_rank, secret=secret, now_s=self.now_s, on_met=lambda: node.met.append(1))
+    def join(self, node: Node, secret: str = SECRET, sock: socket.socket | None = None) -> Any:
+        """Does what a rank does for its guardian; returns the answer of node 0."""
+        sock = sock or socket.create_connection(self.listener.getsockname())
+        sock.send(encode("hello", secret=secret, node_rank=node.node_rank, host=host_name()))
         self.deliver()
+        answer = decode(_line_of(sock))
+        if answer["kind"] == "welcome":
+            node.hosts.join(sock, node_rank=node.node_rank, host=answer["host"], now_s=self.now_s)
+        else:
+            sock.close()
+        return answer
 
     def deliver(self) -> None:
         """Reads until nothing more comes; loopback delivers at once."""
@@ -107,7 +114,6 @@ def name(node_rank: int) -> str:
 def test_all_know_node_0_and_nobody_listens_any_more(three: Network) -> None:
     """A listener that stayed open all run was there for strangers only."""
     assert [node.neighbours() for node in three.nodes] == [[1, 2], [0], [0]]
-    assert [node.met for node in three.nodes] == [[], [1], [1]]
     assert three.listener.fileno() == -1
     three.go_on(60)
     assert [node.found for node in three.nodes] == [[], [], []]
@@ -175,12 +181,8 @@ def test_a_guardian_that_ends_is_named(three: Network) -> None:
 def test_one_that_does_not_belong_to_the_job_is_refused(node_rank: int, secret: str, why: str) -> None:
     """One that knew the secret came as node 99 of 2, and was believed."""
     with closing(Network(2, expected=3)) as network:
-        network.nodes.append(stranger := Node(node_rank))
-        network.join(stranger, secret=secret)
-        network.go_on(0.5)
-        (found,) = stranger.found
-        assert found.startswith(f"the guardian of node 0 has refused that of {name(node_rank)}: {why}")
-        assert not stranger.met
+        answer = network.join(Node(node_rank), secret=secret)
+        assert answer["why"].startswith(why)
         assert network.nodes[0].neighbours() == [1]
         assert network.nodes[0].found == [], "a stranger is nobody's loss"
 
@@ -214,8 +216,7 @@ def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch)
         network.deliver()
         assert len(network.nodes[0].hosts._strangers) == 4
         network.nodes.append(node)
-        node.hosts.join(sock, node_rank=1, secret=SECRET, now_s=network.now_s, on_met=lambda: None)
-        network.deliver()
+        assert network.join(node, sock=sock)["kind"] == "welcome"
         assert node.neighbours() == [0]
         assert network.nodes[0].hosts._strangers == [], "nobody is awaited any more"
 

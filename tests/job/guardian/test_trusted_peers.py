@@ -9,13 +9,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
 
-from lightning_multigpu.job.guardian import proc
-from lightning_multigpu.job.guardian.blocking import append, done_within, print_text
+from lightning_multigpu.job.guardian.blocking import done_within, print_text
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
 from lightning_multigpu.job.guardian.protocol import Connection
 from lightning_multigpu.job.guardian.watchdog import Watchdog
@@ -37,7 +35,7 @@ class Guarded:
         os.ftruncate(self._pages, PAGE_BYTES)
         self.watchdog = Watchdog({
             "num_ranks": 1, "failure_timeout_s": 600.0,
-            "owner_pid": os.getpid(), "is_found": False, "listener": listener.detach(),
+            "owner_pid": os.getpid(), "listener": listener.detach(),
             "owner_link": theirs.detach(), "pages": self._pages, "hang_report_s": 1.0, "owner_stays": False,
         })  # fmt: skip
         self.watchdog._tick_s = 0.0
@@ -58,23 +56,6 @@ def guarded() -> Iterator[Guarded]:
     guarded = Guarded()
     yield guarded
     guarded.end()
-
-
-def test_a_process_that_cannot_be_looked_at_ends_no_guardian(guarded: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a free descriptor, the word of the process that had started a rank ended the guardian."""
-
-    def refuse(pid: int) -> NoReturn:
-        raise OSError(24, "Too many open files")
-
-    monkeypatch.setattr(proc, "read_stat", refuse)
-    owner = Connection(guarded.owner)
-    owner.send("started", rank=0, pid=os.getpid())
-    guarded.watchdog.turn()
-    assert len(guarded.watchdog._ranks) == 0
-    monkeypatch.undo()
-    owner.send("started", rank=0, pid=os.getpid())
-    guarded.watchdog.turn()
-    assert len(guarded.watchdog._ranks) == 1
 
 
 def test_a_rank_that_is_started_when_another_has_its_place_ends_the_job_and_not_the_guardian(guarded: Guarded) -> None:
@@ -103,30 +84,6 @@ def test_a_thread_that_cannot_be_started_ends_no_guardian(
     assert not done_within(1.0, lambda: None)
     print_text("shown")
     assert capfd.readouterr().err == "shown"
-
-
-def test_a_link_in_place_of_a_report_is_not_written_through(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Where others may write to the run's directory, they chose a file of this user, and the report went into it."""
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / "hang.txt").symlink_to("mine")
-    append(str(tmp_path / "hang.txt"), "report", "It")
-    assert "It could not be written to" in (printed := capfd.readouterr().err)
-    assert "Too many levels of symbolic links" in printed
-    assert (tmp_path / "mine").read_text() == "precious"
-
-
-def test_a_file_system_that_does_not_answer_keeps_no_guardian(tmp_path: Path) -> None:
-    """Ranks hang just when it does not: here a FIFO is in the place of the file."""
-    os.mkfifo(path := tmp_path / "hang.txt")
-    answers = threading.Timer(10.0, lambda: os.open(path, os.O_RDONLY | os.O_NONBLOCK))
-    answers.start()
-    since_s = time.monotonic()
-    append(str(path), "report", "The report")
-    assert time.monotonic() - since_s < 5
-    answers.cancel()
-    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    assert eventually(lambda: not any(t.name == "guardian-may-block" for t in threading.enumerate()))
-    os.close(reader)
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

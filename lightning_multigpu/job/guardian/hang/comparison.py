@@ -14,11 +14,9 @@ from typing import Any, NamedTuple
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, UNDER_WAY, Entry, parse_ranks
 
-_MAX_RANKS = 32
 # Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
-COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
+_COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
 _POINT_TO_POINT = ("pipeline", "checkpoint")
-
 
 Mismatch = list[tuple[int, str]]  # two ranks, and the collective in which each waits
 
@@ -64,9 +62,9 @@ def calls(view: View) -> list[Entry]:
     return noted or [Entry(AWAITED, 0, 0, 0.0, view.own, "", "")] * bool(view.own)
 
 
-def absent(call: Entry, there: Collection[int], views: Mapping[int, View]) -> list[int]:
+def _absent(call: Entry, there: Collection[int], views: Mapping[int, View]) -> list[int]:
     """The ranks that certainly have not come to ``call``, or have come with another operation."""
-    if not call.operation.startswith(COLLECTIVES) or call.group in _POINT_TO_POINT:
+    if not call.operation.startswith(_COLLECTIVES) or call.group in _POINT_TO_POINT:
         return []
     if not call.number:
         # Only the stack shows it, and not its group: several ranks may be all of the group.
@@ -90,7 +88,7 @@ def compare(views: Mapping[int, View]) -> list[Waiting]:
     for _, view in sorted(views.items()):
         for call in calls(view):
             found.setdefault(call._replace(since_s=0.0), []).append(view)
-    return [Waiting(call, there, absent(call, {view.rank for view in there}, views)) for call, there in found.items()]
+    return [Waiting(call, there, _absent(call, {view.rank for view in there}, views)) for call, there in found.items()]
 
 
 def mismatch(views: Mapping[int, View]) -> Mismatch:
@@ -116,32 +114,20 @@ def hang_report(views: Mapping[int, View], *, waited_s: float, limit_s: float) -
     if found := mismatch(views):
         outcome, verdict = "The run ends", [mismatch_text(found, views)]
     else:
-        outcome, verdict = "The run goes on; this is only a report", [_missing(each, views) for each in compare(views)]
+        outcome = "The run goes on; this is only a report"
+        verdict = [f"{_ranks(each.absent)} never came to {each.call.name}" for each in compare(views) if each.absent]
     lines = [f"{line[0].upper()}{line[1:]}." for line in verdict]
     rows = [("rank", "host", "pid", "step", "waits in", "main thread")]
-    for view in sorted(views.values(), key=lambda view: (bool(calls(view)), view.rank))[:_MAX_RANKS]:
+    for view in sorted(views.values(), key=lambda view: (bool(calls(view)), view.rank)):
         waits = "; ".join(c.name + f" for {c.since_s:.0f} s" * bool(c.number) for c in calls(view)) or view.gone or "-"
         place = view.place or "does not answer: it is stopped, or in C code that holds Python's lock"
         rows.append((str(view.rank), view.host, str(view.pid), str(view.step), waits, place))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += [f"and {len(views) - _MAX_RANKS} more ranks"] * (len(views) > _MAX_RANKS)
     heading = f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). {outcome}."
     return "".join(f"{line}\n" for line in [heading, *(f"  {line}" for line in lines)])
 
 
-def _missing(waiting: Waiting, views: Mapping[int, View]) -> str:
-    """The ranks that never came to a collective."""
-    name = waiting.call.name
-    if waiting.absent:
-        return f"{_ranks(waiting.absent)} never came to {name}"
-    if unknown := [rank for rank in parse_ranks(waiting.call.ranks) if rank not in views]:
-        return f"{name} has members of which nothing is known: {_ranks(unknown)}"
-    return f"no rank is known to be missing in {name}: messages may be slow or lost"
-
-
 def _ranks(ranks: list[int]) -> str:
-    if len(ranks) > _MAX_RANKS:
-        return f"{len(ranks)} ranks"
     *most, last = map(str, sorted(ranks))
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
