@@ -34,7 +34,7 @@ from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.communication.metering.clocks import CoreWait, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.batch_size import leading_size
-from lightning_multigpu.engine.tensor_split.blocks import find_blocks, find_pairs
+from lightning_multigpu.engine.tensor_split.blocks import find_blocks
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials
 from lightning_multigpu.engine.training_memory import SavedActivations, held_bytes
@@ -172,7 +172,7 @@ def _split(module: pl.LightningModule, group: LoneTensorGroup, step: Any) -> Non
         optimizes_manually=not module.automatic_optimization,
     )
     trials = Trials(run)
-    trials.run(partial(find_blocks, module), partial(find_pairs, module))
+    trials.run(partial(find_blocks, module))
     if not trials.split:
         raise LoneStepsError("no layer can be split")
 
