@@ -57,7 +57,7 @@ class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[m
         del self.own[name]
         dict.__delitem__(self, name)  # type: ignore[arg-type]
 
-    __getitem__, __iter__, __len__ = dict.__getitem__, dict.__iter__, dict.__len__  # type: ignore[assignment]
+    __getitem__, __iter__, __len__ = dict.__getitem__, dict.__iter__, dict.__len__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)
