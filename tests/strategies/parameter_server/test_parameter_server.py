@@ -19,7 +19,7 @@ from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from lightning_multigpu.job import failure_watch
 from tests.modules import Normalised
-from tests.report.shape import assert_follows_schema
+from tests.report.examples import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
     Classifier,
