@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn import Module
@@ -133,6 +133,14 @@ class ParameterServerStrategy(MultiGPUStrategy):
                     "MASTER_ADDR to an address of the host of rank 0, and MASTER_PORT to a free port, here and for "
                     "'lightning-multigpu serve'"
                 )
+        if self._is_asynchronous and (
+            trainer.accumulate_grad_batches != 1
+            or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+        ):
+            raise ValueError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with mode='async' each batch of a rank is "
+                "an update; use a larger batch_size, or strategy='sync_ps'"
+            )
         finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
         if finders and self._is_asynchronous:
             raise ValueError(
@@ -182,7 +190,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
             num_workers=self.world_size,
             num_servers=number,
             is_synchronous=not self._is_asynchronous,
-            max_staleness=self._max_staleness,
+            max_staleness=self._max_staleness or None,
             join_timeout_s=self.join_timeout_s,
             silence_s=max(1.0, self.failure_timeout_s / 2),
         )
@@ -243,7 +251,11 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def server_statistics(self) -> ServerStatistics | None:
-        return None if self._connections is None or self.global_rank else self._connections.statistics()
+        if self._connections is None or self.global_rank:
+            return None
+        sizes = [transport.weights_bytes() for transport in self.owned.transports]
+        staleness = self._connections.staleness() if self._is_asynchronous else {}
+        return ServerStatistics([*map(sum, zip(*sizes, strict=True))], staleness)
 
     # Asynchronous workers
 
@@ -251,7 +263,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
         if self._asynchronous is None or self._connections is None:
             return None
-        return self._connections.newest(name, value, of_all=False)
+        told = self._connections.exchange(name, value)
+        return told if self.global_rank == 0 else [value]
 
     @override
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
