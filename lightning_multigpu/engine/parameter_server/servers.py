@@ -31,7 +31,6 @@ class Servers:
     """This worker's connections to all servers of a job, which :meth:`join` makes.
 
     Attributes:
-        unshared: the servers of this host with which no memory is shared: their name, and why.
         background: for each server the thread that works for it, one thing after the other.
         numbers_of_optimizers: one for each further optimizer.
         numbers_of_parts: one for each further part of the model, of any optimizer.
@@ -39,7 +38,6 @@ class Servers:
 
     def __init__(self, job: Job, *, worker: int, meter: Meter) -> None:
         self.job, self.worker, self.meter = job, worker, meter
-        self.unshared: dict[str, str] = {}
         self.pairs: list[Pair] = []
         self._connections = Connections()
         self.background = [ThreadPoolExecutor(1, "parameter servers") for _ in range(job.num_servers)]
@@ -71,11 +69,9 @@ class Servers:
                 timeout_s=self.job.join_timeout_s,
             )
             self.pairs.append(pair)
-            offer = pair.receive()
-            try:
-                pair.shares_memory = offer is not None and mapped(offer) is not None
-            except OSError as error:
-                self.unshared[label] = str(error)
+            if (offer := pair.receive()) is not None:
+                with contextlib.suppress(OSError):  # in another container, or of another user: sockets carry all
+                    pair.shares_memory = mapped(offer) is not None
             pair.send(pair.shares_memory)
         threading.Thread(target=self._watch, name="parameter servers", daemon=True).start()
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _BUCKET_CAP_MB = {True: 4.0, False: 1.0}  # on one host; on a network, where pulls wait for the first bucket
-_LATE_S = 5.0  # after which rank 0 names a server that is not there
 _POLL_S = 0.05
 
 
@@ -205,8 +204,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self._undo.callback(servers.close)
         self.groups.also_cut.append(servers.cut)
         servers.join(store, lambda server: self._await_server(store, job, server))
-        for name, why in servers.unshared.items():
-            rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
         if self._is_asynchronous:
             self._asynchronous = AsynchronousTraining(servers, self.signals, can_be_lost=self.failure_watch.can_be_lost)
 
@@ -220,24 +217,20 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._undo.callback(process.close)
 
     def _await_server(self, store: Store, job: Job, server: int) -> None:
-        key, start_s, is_told = f"{job.name}/server {server}", time.monotonic(), False
-        while not store.check([key]):
+        until_s = time.monotonic() + job.join_timeout_s
+        while not store.check([f"{job.name}/server {server}"]):
             self.failure_watch.check()
             for process in self._processes:
                 process.check()
-            waited_s = time.monotonic() - start_s
-            what = f"parameter server {server} of {job.num_servers}"
-            if waited_s > job.join_timeout_s:
+            if time.monotonic() > until_s:
                 fix = (
                     ": run 'lightning-multigpu serve' with the MASTER_ADDR and MASTER_PORT of this job, once for each "
                     f"of the {job.num_servers} servers (num_servers)"
                 )
-                late = f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
-                raise PairEndedError(late + fix if self._are_external else late)
-            if waited_s > _LATE_S and self._are_external and not is_told:
-                is_told = True
-                limit = f"for {job.join_timeout_s:g} s at most (join_timeout_s)"
-                rank_zero_info(f"{what} is not there yet; ranks wait for it {limit}")
+                raise PairEndedError(
+                    f"parameter server {server} of {job.num_servers} did not come within {job.join_timeout_s:g} s "
+                    f"(join_timeout_s){fix if self._are_external else ''}"
+                )
             time.sleep(_POLL_S)
 
     @property

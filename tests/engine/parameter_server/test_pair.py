@@ -106,7 +106,7 @@ def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypat
     wait_until(lambda: num_mapped() == before)
 
 
-def test_memory_that_cannot_be_shared_is_told_of_and_sockets_carry_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_carry_all_where_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     before = num_mapped()
     monkeypatch.setattr(servers_module, "mapped", mock.Mock(side_effect=PermissionError(13, "another user's")))
     expected, _ = on_one_device(lambda groups: optim.AdamW(groups, lr=0.1), [averaged(step) for step in range(3)])
@@ -121,8 +121,6 @@ def test_memory_that_cannot_be_shared_is_told_of_and_sockets_carry_all(monkeypat
                 meter.end_step()
             meter.flush()
             assert meter.steps[0].memory_bytes == 0
-            assert [*connections.unshared.values()] == ["[Errno 13] another user's"] * 2
-            assert all(name.startswith("parameter server ") for name in connections.unshared)
 
         found.workers.run(work)
     assert num_mapped() == before

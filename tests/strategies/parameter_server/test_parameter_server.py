@@ -23,13 +23,12 @@ from tests.report.shape import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
     Classifier,
-    assert_same_weights,
     assert_trains_alike,
     dataset,
     fit_module,
     state,
 )
-from tests.world import World, rank
+from tests.world import World
 
 PARAMETER_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8
 CASE = Case(optimizer="adamw", max_epochs=1)
@@ -97,29 +96,6 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
         assert len(servers) == 2
         assert workers == []
         assert second["report"] == report
-
-
-def begins_apart(name: str, path: str) -> dict[str, Any]:
-    module = Classifier("adamw")
-    with torch.no_grad():
-        module.first.weight.add_(rank())
-    fit(module, name).save_checkpoint(path)
-    return {"weights": state(module)}
-
-
-@both
-def test_ranks_begin_with_the_weights_of_the_first_and_the_whole_state_is_there_after_the_fit(
-    world2: World, tmp_path: Path, name: str
-) -> None:
-    reference, path = Classifier("adamw"), str(tmp_path / "after.ckpt")
-    wanted = fit(reference, None).optimizers[0].state_dict()
-    for result in world2.run(begins_apart, name, path):
-        assert_same_weights(result, {"weights": state(reference)})
-    found = torch.load(path, weights_only=False)["optimizer_states"][0]
-    assert found["state"].keys() == wanted["state"].keys()
-    for number, values in wanted["state"].items():
-        for name, value in values.items():
-            torch.testing.assert_close(found["state"][number][name], value, rtol=1e-9, atol=1e-12)
 
 
 def statistics(name: str) -> tuple[Tensor, dict[str, Tensor]]:
