@@ -119,6 +119,8 @@ def moves_by_step() -> list[int]:
         for step in range(4):
             gradients(module, step, dist.get_rank(), reduce.finish)
             counts.append(len(moved))
+            places = {each.place[0] for each in reduce._buckets.values()}
+            assert places <= {tensor.data_ptr() for tensor in moved}, "a freed place may become another bucket's"
         assert reduce.all_reduce is not None
         assert isinstance(inside := reduce.all_reduce.inside, SharedMemoryAllReduce)
         assert any(map(inside.has_moved, moved))

@@ -262,7 +262,10 @@ class GradientReducer:
         transfer = self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, plan.sent))
         try:
             if bucket is not None and bucket.plan is None:
-                bucket.plan = plan = make() if self.all_reduce.move(buffer, bucket.index) else plan
+                if self.all_reduce.move(buffer, bucket.index):
+                    plan = make()
+                    bucket.place, bucket.addresses = (buffer.data_ptr(), buffer.numel()), []
+                bucket.plan = plan  # holds the memory, so that no other bucket can have this place
             pending = plan.begin()
         except BaseException:
             transfer.broke()
