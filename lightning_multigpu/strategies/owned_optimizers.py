@@ -29,7 +29,7 @@ class OwnedOptimizers:
         self.steps: dict[Optimizer, OwnedStep[Any]] = {}
         self.methods: PluginMethods | None = None  # of the precision plugin, that are replaced until the end
         self._accumulates = False
-        self._note_averages: Callable[[], object] = lambda: None
+        self._note_averages: Callable[[], object] | None = None  # no lambda: spawned ranks get a copy
 
     @property
     def transports(self) -> list[Any]:
@@ -120,7 +120,8 @@ class OwnedOptimizers:
         if not self._accumulates:
             for step in self.steps.values():
                 step.average_gradients()
-            self._note_averages()
+            if self._note_averages is not None:
+                self._note_averages()
         yield
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
