@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -55,9 +55,8 @@ from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
-from lightning_multigpu.strategies.rank_run import check_callbacks_before_launch
+from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
 
@@ -67,7 +66,7 @@ if TYPE_CHECKING:
 _LOG = "log"  # replaced on each replica while a step runs
 
 
-class DataParallelStrategy(SingleDeviceStrategy):
+class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
     """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
 
     It is ``dp`` as in PyTorch Lightning 1.9. No process starts, ``world_size`` is 1, and the loader's ``batch_size`` is
@@ -93,17 +92,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
     strategy_name = "dp"
     starts_ranks = False
     owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
-    # What needs no second rank is as in the strategies that start some; so are answers to callbacks that ask for more.
-    check_before_launch = staticmethod(check_callbacks_before_launch)
-    _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
-    checkpoint_io = MultiGPUStrategy.checkpoint_io
-    _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
-    _showing_parts = MultiGPUStrategy._showing_parts
-    on_validation_end = MultiGPUStrategy.on_validation_end
-    holds, held_bytes, _spare_bytes = MultiGPUStrategy.holds, MultiGPUStrategy.held_bytes, 0
-    newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end
-    server_statistics, split_plan = MultiGPUStrategy.server_statistics, MultiGPUStrategy.split_plan
-    record_stages, stage_record = MultiGPUStrategy.record_stages, MultiGPUStrategy.stage_record
 
     def __init__(
         self,
@@ -135,11 +123,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._intra_op_threads: int | None = None
         self._has_warned = False
         self._seen: set[str] = set()  # the steps that have run
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def options(self) -> dict[str, Any]:
@@ -219,7 +202,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._threads = ReplicaThreads(self.devices)
         self._recomputation = None
         if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            self._recomputation = Recomputation(self._module, self._activation_checkpointing, warn=rank_zero_warn)
+            self._recomputation = Recomputation(self._module, self._activation_checkpointing)
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -248,25 +231,14 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     # Steps
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
+    def _in_context(self, hook: str, context: str, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._step(hook, *args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+    training_step = partialmethod(_in_context, "training_step", "train_step_context")
+    validation_step = partialmethod(_in_context, "validation_step", "val_step_context")
+    test_step = partialmethod(_in_context, "test_step", "test_step_context")
+    predict_step = partialmethod(_in_context, "predict_step", "predict_step_context")
 
     def _step(self, hook: str, batch: Any, *others: Any, **options: Any) -> Any:
         """Runs a step of the module on the parts of a batch, one for each replica; returns the output for the batch.

@@ -17,7 +17,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
+from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.step_state import preserved_values, seed_of, without_differentiation
@@ -181,30 +181,20 @@ class Preparation:
 
     def _measured_costs(self, batch: TrainingBatch) -> StageCosts:
         """The costs of the layers, the same on all stages."""
-        model, part = self._model, cloned(batch.parts[0])
-        probe = CostProbe(
-            model.ownership,
-            self._pipeline.seed,
-            self._pipeline.recompute,
-            agreed=bool if self._tensor_axis is None else partial(self._tensor_axis.group.any, device=model.device),
-        )
+        model, pipeline, part = self._model, self._pipeline, cloned(batch.parts[0])
         with without_trace(model.module), preserved_values(model.ownership.held()):
-            found = (
-                probe.measure(lambda: self._pipeline.loss_of(part, batch.others)),
-                slowest_link(model.group),
-                probe.elsewhere_s,
-            )
-            of_ranks, links, elsewhere = zip(*model.stages.gather_objects(found), strict=True)
+            step = partial(pipeline.loss_of, part, batch.others)
+            found = layer_costs(model.ownership, step, pipeline.seed, pipeline.recompute)
+        parts: dict[int, PartCost] = {}
+        for of_rank in model.stages.gather_objects(found):
+            parts |= of_rank
         optimizers = model.module.trainer.optimizers
-        parts: dict[int, PartCost] = {part: cost for costs in of_ranks for part, cost in costs.items()}
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
             model.chain.training_bytes(optimizers),
-            max(links, key=lambda link: link.seconds(1 << 20)),
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             num_micro_batches=len(batch.parts),
             end_bytes=model.ownership.end_bytes(optimizers),
-            elsewhere_s=max((seconds for seconds in elsewhere if seconds is not None), default=None),
         )

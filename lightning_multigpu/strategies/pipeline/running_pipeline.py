@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
@@ -119,10 +120,8 @@ class RunningPipeline:
         reducer = strategy._transport.open(
             strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None, warn=rank_zero_warn
         )
-        strategy._undo.callback(reducer.close)
-        strategy.averaging.compressing = reducer
         control = strategy.metered(strategy.collectives.data.group, "control")
-        strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
+        strategy.reducer, strategy.buffers = reducer, ModuleBuffers(strategy._module, control)
         return DataAxis(reducer, control)
 
     # The user's steps; no collectives
@@ -176,10 +175,8 @@ class RunningPipeline:
         Raises:
             ValueError, PipelineError: as :meth:`.Preparation.prepare`.
         """
-        common = self.strategy.common
-        if common.buffers_due:
-            common.share_buffers()
-        common.buffers_due = not accumulating
+        if self.strategy.buffers is not None:
+            self.strategy.buffers.before_step(accumulates=accumulating)
         trainer = self.model.module.trainer
         (whole, *others), self.step_args = self.step_args, ()
         whole = moved(whole, self.options.batch_dim, 0)

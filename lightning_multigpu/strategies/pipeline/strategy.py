@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
+from lightning_multigpu.engine.tensor_split.parts import whole_values
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
@@ -41,7 +41,7 @@ from lightning_multigpu.strategies.steps.same_batches import (
     write_no_predictions,
 )
 from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
-from lightning_multigpu.strategies.tensor_parallel.split_layers import check_patterns, check_uncompiled
+from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, check_patterns, check_uncompiled
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -105,8 +105,8 @@ class PipelineStrategy(MultiGPUStrategy):
     """
 
     _maps_checkpoints = True
-    tensor_options: Mapping[str, Any] = MappingProxyType({"plan": "auto"})
-    """The options of :class:`TensorSplitStrategy` for the split of the stages' layers, with tensor ranks."""
+    plan: Plan = "auto"
+    """The layers of stages to split over tensor ranks, as for :class:`TensorSplitStrategy`."""
     _transport = GradientTransport(shared_memory=False)
     """How gradients travel between pipelines."""
     _records_stages = False
@@ -207,7 +207,7 @@ class PipelineStrategy(MultiGPUStrategy):
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if not builds_layers_later(module):
             self._split(module)
-            check_patterns(self.tensor_options["plan"], module)
+            check_patterns(self.plan, module)
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
         size = self.pipeline_parallel_size
@@ -430,8 +430,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        axis = self._axis
-        return checkpoint if axis is None or not axis.is_split else axis.layers.whole_values(checkpoint)
+        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
