@@ -129,7 +129,7 @@ class Proof:
                             obstacle = f"the whole module does not run ({type(problem).__name__}: {problem})"
                     told = model.group.from_last((error, obstacle, self.line, self._sizes))
                     error, obstacle, self.line, self._sizes = told
-            model.ownership.finish()
+            model.group.finish()
         if error:
             raise ValueError(error)
         if obstacle:
@@ -269,7 +269,7 @@ class Proof:
                 error, self.line = model.group.from_last((error, self.line))
                 if error or self.line.startswith(_NOT_PROVED):
                     break
-        model.ownership.finish()
+        model.group.finish()
         if error:
             raise PipelineError(error)
 
