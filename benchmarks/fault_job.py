@@ -207,8 +207,9 @@ class FaultJob:
             "TMPDIR": str(self._temporary),
         }
         if hosts is not None:
+            number = str(len([*hosts]))
             for host in hosts:
-                place = {**host.environment(), "NUM_NODES": str(len(hosts)), "RANKS": str(len(hosts))}
+                place = {**host.environment(), "NUM_NODES": number, "RANKS": number}
                 place["SWITCH"] = str(hosts.switch.pid)
                 place["HOSTS"] = " ".join(str(other.namespace.pid) for other in hosts)
                 self._start_process({**common, **place}, host)

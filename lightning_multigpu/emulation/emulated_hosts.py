@@ -47,20 +47,18 @@ class Host:
 
     node_rank: int
     namespace: Namespace
-    address: str
-    master_address: str
 
     @property
     def name(self) -> str:
         return f"host{self.node_rank}"
 
+    @property
+    def address(self) -> str:
+        return _address(self.node_rank)
+
     def environment(self) -> dict[str, str]:
         """The environment variables that a rank on this host needs to join a job of all hosts."""
-        return {
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": "29500",
-            "NODE_RANK": str(self.node_rank),
-        }
+        return {"MASTER_ADDR": _address(0), "MASTER_PORT": "29500", "NODE_RANK": str(self.node_rank)}
 
     def popen(
         self,
@@ -112,27 +110,27 @@ class EmulatedHosts:
         return self._namespaces[0]
 
     def __enter__(self) -> EmulatedHosts:
-        if self._namespaces:
-            raise RuntimeError("these hosts are up already: make another EmulatedHosts for a second network")
         check_available()
         try:
             self._build()
         except BaseException:
-            self._take_down()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._take_down()
+        for namespace in self._namespaces:
+            namespace.end()
+        while self._namespaces:
+            self._namespaces[-1].wait()
+            self._namespaces.pop()
+        self._hosts = []
 
     def __getitem__(self, node_rank: int) -> Host:
         return self._hosts[node_rank]
 
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
-
-    def __len__(self) -> int:
-        return len(self._hosts)
 
     def _build(self) -> None:
         for node_rank in (None, *range(self._num_hosts)):
@@ -145,7 +143,7 @@ class EmulatedHosts:
         switch.run("ip", "link", "set", "bridge", "addrgenmode", "none", "up")
         for node_rank, namespace in enumerate(others):
             self._connect(node_rank, namespace)
-            self._hosts.append(Host(node_rank, namespace, _address(node_rank), _address(0)))
+            self._hosts.append(Host(node_rank, namespace))
 
     def _connect(self, node_rank: int, namespace: Namespace) -> None:
         eth, port, address = _INTERFACE, f"port{node_rank}", _hardware_address(node_rank)
@@ -180,14 +178,6 @@ class EmulatedHosts:
             # to stay one address.
             lines.append(f"::ffff:{_address(other)} host{other}-ipv4")
         return "\n".join(lines) + "\n"
-
-    def _take_down(self) -> None:
-        for namespace in self._namespaces:
-            namespace.end()
-        while self._namespaces:
-            self._namespaces[-1].wait()
-            self._namespaces.pop()
-        self._hosts = []
 
 
 def _address(node_rank: int) -> str:

@@ -298,8 +298,8 @@ class PartsCheck:
                         buffer.copy_(value)
                     losses.append(self.run(part, next(weights), seed))
                 for (name, parameter), value in zip(parameters.items(), before, strict=False):
-                    change = parameter.detach().cpu() - value
-                    if norm_of(change) > _exact(value) * norm_of(value):
+                    change = _wide(parameter) - _wide(value)
+                    if norm_of(change) > _exact(value) * norm_of(_wide(value)):
                         left[name] = change
         return _Outcome(take_gradients(self.module), [each for each in losses if isinstance(each, Tensor)], left)
 
@@ -313,6 +313,11 @@ class PartsCheck:
 
     def _difference(self, found: _Outcome, expected: _Outcome) -> str:
         return difference(found.gradients, expected.gradients, self.rtol, gather=self.gather)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In host memory, in the widest dtype: frozen parameters may be of integers, or of 8 bits."""
+    return tensor.detach().to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 def _exact(tensor: Tensor) -> float:

@@ -29,7 +29,6 @@ from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpo
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.job.guardian.interrupts import report_of, signal_of
 from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
@@ -132,7 +131,7 @@ class FailureWatch:
         """Receives another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
-            self.signals.follow(signal_of(failure.what))
+            self.signals.follow(signal.Signals(failure.signal) if failure.signal else None)
         self._abort()
 
     def cut_loose(self) -> None:
@@ -216,12 +215,12 @@ class FailureWatch:
             note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
         if self.failure is None:
-            error.add_note(own.summary())
+            error.add_note(own.describe())
             if self.client is not None:
                 signum = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
                 if signum is not None:  # the place at which a signal has struck is not the cause
-                    what = report_of(signum)
-                    own = own._replace(what=what, traceback="")
+                    what = f"was interrupted ({signum.name})"
+                    own = own._replace(what=what, traceback="", signal=signum)
                 self.client.failed(own)
         other = self.failure  # the guardian may have found another failure first
         self.failure = other or own

@@ -132,7 +132,7 @@ class Joining:
             if self._rendezvous is not None:  # on rank 0
                 self._rendezvous.withdraw()
             assert self.watch.client is not None
-            self.watch.client.joined()
+            self.watch.client.joining(None)
         except RendezvousError:
             raise
         except RuntimeError as error:
@@ -221,14 +221,14 @@ def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
     return {"address": address, "port": port, "secret": None if given else made}
 
 
-def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> tuple[Failure, float] | None:
-    """The failure of a link of this rank that is silent for half of ``failure_timeout_s``, and for how long; or None.
+def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> Failure | None:
+    """The failure of a link of this rank that is silent for half of ``failure_timeout_s``, or None.
 
     A guardian talks to node 0's only. The links between other hosts carry connections of ranks, whose kernels answer
     each other even while the processes are busy or stopped. ``hosts`` are the names of hosts by their addresses.
     """
     for _, address, silent_s in CONNECTIONS.silent(max(_SHORTEST_SILENCE_S, failure_timeout_s / 2)):
-        return Failure(silence(own, hosts.get(address, address), silent_s)), silent_s
+        return Failure(silence(own, hosts.get(address, address), silent_s), age_s=silent_s)
     return None
 
 

@@ -70,7 +70,7 @@ class FailureReport:
         if is_failures and not is_own:
             return f"{folded(self.failure.traceback).rstrip()}\n" if self.in_full else ""
         found = traceback.TracebackException.from_exception(error)
-        found.__notes__ = [note for note in found.__notes__ or () if note != self.failure.summary()]  # the last line
+        found.__notes__ = [note for note in found.__notes__ or () if note != self.failure.describe()]  # the last line
         return f"{folded(''.join(found.format())).rstrip()}\n"
 
 

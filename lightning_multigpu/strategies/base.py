@@ -108,7 +108,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
             the layers of each ``nn.Sequential`` and ``nn.ModuleList`` that is in no other one (in a pipeline, for its
             layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
-            :class:`HybridStrategy` takes it as an option of its ``pipeline``.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix. With

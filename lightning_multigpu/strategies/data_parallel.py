@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -202,7 +202,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._threads = ReplicaThreads(self.devices)
         self._recomputation = None
         if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            self._recomputation = Recomputation(self._module, self._activation_checkpointing, warn=rank_zero_warn)
+            self._recomputation = Recomputation(self._module, self._activation_checkpointing)
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -231,25 +231,14 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     # Steps
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
+    def _in_context(self, hook: str, context: str, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._step(hook, *args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+    training_step = partialmethod(_in_context, "training_step", "train_step_context")
+    validation_step = partialmethod(_in_context, "validation_step", "val_step_context")
+    test_step = partialmethod(_in_context, "test_step", "test_step_context")
+    predict_step = partialmethod(_in_context, "predict_step", "predict_step_context")
 
     def _step(self, hook: str, batch: Any, *others: Any, **options: Any) -> Any:
         """Runs a step of the module on the parts of a batch, one for each replica; returns the output for the batch.

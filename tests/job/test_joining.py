@@ -150,5 +150,5 @@ def test_both_ends_of_a_link_are_named(address: str, name: str, monkeypatch: pyt
     hosts = {"10.0.0.3": "node 2 (host c)"}
     assert joining.broken_link("node 1 (host b)", hosts, 5.0) is None
     found: Any = joining.broken_link("node 1 (host b)", hosts, 5.0)
-    assert found[0].what.startswith(f"node 1 (host b) has received nothing from {name} for 2.6 s: ")
-    assert found[1] == 2.6
+    assert found.what.startswith(f"node 1 (host b) has received nothing from {name} for 2.6 s: ")
+    assert found.age_s == 2.6

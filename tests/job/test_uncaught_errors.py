@@ -37,7 +37,7 @@ def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> list[st
 
 def own_failure(error: BaseException, **changes: Any) -> Failure:
     failure = Failure.of(error, rank=1, step=3)._replace(host="h", pid=os.getpid(), **changes)
-    error.add_note(failure.summary())
+    error.add_note(failure.describe())
     return failure
 
 
@@ -59,7 +59,7 @@ def test_what_others_print_of_the_failure_of_a_rank(where: str, capsys: pytest.C
         report, expected = FailureReport(failure, False, lambda advice: not shown.append(advice)), []
     elif where == "another rank without a guardian":
         report = FailureReport(failure, False, lambda advice: False, lambda: "runs/a.ckpt")
-        expected = [f"The job failed: {failure.summary()}", "Resume with ckpt_path='runs/a.ckpt'"]
+        expected = [f"The job failed: {failure.describe()}", "Resume with ckpt_path='runs/a.ckpt'"]
     else:
         report, expected = FailureReport(failure, True), failure.traceback.splitlines()
     print_if_uncaught(error, report)

@@ -71,11 +71,8 @@ def test_a_rank_that_cannot_be_started(method: str, monkeypatch: pytest.MonkeyPa
     assert eventually(lambda: not is_alive(pid) and not is_alive(guardian.pid))
 
 
-@pytest.mark.parametrize("fork", ["first", "second"])
-def test_a_guardian_that_cannot_be_started(fork: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guardian leaves its parent by a fork of its own, of whose failure only a traceback told."""
-    own_fork = subprocess.CompletedProcess([], 1, f"[Errno 12] Cannot allocate memory; {LIMITS}\n")
-    monkeypatch.setattr(start.subprocess, "run", refuse if fork == "first" else lambda *_, **__: own_fork)
+def test_a_guardian_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start.subprocess, "run", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
     expected = rf"^the guardian does not start: \[Errno 12\] Cannot allocate memory; {re.escape(LIMITS)}"
     with pytest.raises(GuardianError, match=expected):

@@ -7,7 +7,6 @@ table: a rule by the names of its operations, and one for all operations that to
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
@@ -372,18 +371,7 @@ def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     part = SplitTensor.of(found, args[0].placed, is_held=args[0].is_held)
     if isinstance(part, SplitTensor):
-        part.gathered_views, part.source = args[0].gathered_views, found
-    return part
-
-
-def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
-    """A gradient: the same object each time, as on one device, so that all code sees where its values are."""
-    known = vars(args[0]).get("shown", lambda: None)()
-    if known is not None and known.source is func(*args):
-        return known
-    part = _of_owner(func, args, kwargs)
-    if isinstance(part, SplitTensor):
-        args[0].shown = weakref.ref(part)
+        part.gathered_views = args[0].gathered_views
     return part
 
 
@@ -400,22 +388,17 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
     """A parameter's gradient or values, or a gradient's values, are assigned: each rank takes its part."""
     owner, value = args
-    source = vars(owner).get("source")
-    if source is None and not owner.is_leaf:
+    if not owner.is_held:
         return _refused(func, args, kwargs)
     if isinstance(value, SplitTensor):
-        value = vars(value).get("source", own_values(value))
+        value = own_values(value)
     elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
         value = owner.placed.own(value)
-    if source is not None:
-        func(source, value)
-    func(owner, value)
+    if isinstance(owner, SplitParameter):
+        func(owner, value)
+    else:
+        own_values(owner, changes="an assignment").copy_(value)  # its memory is the parameter's, or the gradient's
     return owner
-
-
-def _set(func: Any, args: Any, kwargs: Any) -> Any:
-    """``set_``: an assignment of values; a storage would be that of a rank's part."""
-    return (_assigned if len(args) == 2 and isinstance(args[1], Tensor) else _refused)(func, args, kwargs)
 
 
 def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
@@ -444,12 +427,6 @@ def _refused(func: Any, args: Any, kwargs: Any) -> Any:
 def _of_leaf(func: Any, args: Any, kwargs: Any) -> Any:
     """What is the same for a part of a parameter, and is refused for what is computed."""
     return func(*args, **kwargs) if isinstance(args[0], SplitParameter) else _refused(func, args, kwargs)
-
-
-def _of_source(func: Any, args: Any, kwargs: Any) -> Any:
-    """What changes a tensor's place in the graph, or whether it has one: of a gradient, the parameter's own."""
-    func(vars(args[0]).get("source", args[0]), *args[1:], **kwargs)
-    return args[0]
 
 
 def _of(answer: Callable[..., Any]) -> Rule:
@@ -483,22 +460,20 @@ _BY_NAME = _by_name(
     ("__iter__", _of(lambda part: iter(torch.unbind(part)))),
     (
         "dim ndimension _has_compatible_shallow_copy_type is_floating_point is_complex is_inference element_size "
-        "get_device is_contiguous new_zeros new_ones new_empty new_full new_tensor is_pinned untyped_storage",
+        "get_device is_contiguous new_zeros new_ones new_empty new_full new_tensor is_pinned untyped_storage "
+        "requires_grad_ detach_",
         _plain,
     ),
     ("register_hook", _hooked),
     ("grad", _gradients),
-    ("requires_grad_ detach_", _of_source),
     ("retain_grad register_post_accumulate_grad_hook data_ptr", _of_leaf),
-    ("set_", _set),
-    ("resize_", _refused),
+    ("set_ resize_", _refused),
 )
 _BY_ATTRIBUTE = _by_name(
     ("shape", _of(_shape)),
     ("nbytes", _of(lambda part: _shape(part).numel() * part.element_size())),
     ("T mT H mH", _moved),
-    ("data", _of_owner),
-    ("grad", _gradient),
+    ("data grad", _of_owner),
 )
 _EACH = _by_name(
     (

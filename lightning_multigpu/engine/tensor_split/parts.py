@@ -90,10 +90,6 @@ class SplitTensor(Tensor):
     """Of this part, and of others with the same memory."""
     is_held: bool
     """It is memory of a parameter, a gradient or a state: what is computed from it is gathered."""
-    source: Tensor
-    """Of a gradient: the parameter's own, whose values an assignment replaces, as Module.to does."""
-    shown: Callable[[], Any]
-    """Of a parameter: returns its gradient that code has got, while that lives."""
 
     @classmethod
     def of(cls, local: Tensor, placed: PartLayout | None, *, is_held: bool = False) -> Any:
@@ -160,7 +156,7 @@ class SplitParameter(SplitTensor, Parameter):
 update_together(SplitParameter)
 
 
-_OURS = ("placed", "gathered_views", "is_held", "source", "shown")
+_OURS = ("placed", "gathered_views", "is_held")
 
 
 def cut(parameter: Parameter, placed: PartLayout) -> None:

@@ -17,7 +17,6 @@ for _name in ("lightning_multigpu.job.guardian", "lightning_multigpu.job", "ligh
     sys.modules[_name] = _module
     _path = os.path.dirname(_path)
 
-from lightning_multigpu.job.guardian.proc import refusal  # noqa: E402
 from lightning_multigpu.job.guardian.watchdog import Watchdog  # noqa: E402
 
 # The guardian is in the ranks' process group, so that it receives Ctrl-C. It ignores other signals that a terminal or a
@@ -30,12 +29,7 @@ _IGNORED = [
 def main() -> None:
     """Reads the settings, leaves its parent, and watches."""
     settings = json.loads(sys.stdin.readline())
-    try:
-        pid = os.fork()
-    except OSError as error:
-        sys.stdout.write(f"{error}; {refusal(error)}\n")
-        sys.exit(1)
-    if pid:
+    if pid := os.fork():
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
         os._exit(0)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from lightning_multigpu.job.guardian.failure import MAX_WHAT, Failure, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.job.guardian.protocol import (
-    MAX_STRANGER_BYTES,
+    MAX_LINE_BYTES,
     Connection,
     Message,
     ProtocolError,
@@ -38,18 +38,16 @@ class GuardianClient:
     """A rank's connection to the guardian of its host.
 
     A thread reads the guardian's messages. It calls ``on_failure`` once, with the failure of another rank or host, or
-    with the end of the guardian itself. Then no other process would end this one, so it ends itself after 0.9
-    ``failure_timeout_s``, if it still runs.
+    with the end of the guardian itself: then nobody would end this process, which ends itself after 0.9
+    ``failure_timeout_s``.
 
     Args:
-        address: where the guardian listens.
-        timeout_s: how long it may take to answer.
+        timeout_s: how long the guardian at ``address`` may take to answer.
         start_timeout_s: how long it may take to start: at the address of a job its first rank on the host starts it.
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
-        find_failure: called at least every 0.5 s in a run, in another thread; a failure that it finds, with its age, is
-            reported.
+        find_failure: called twice a second in a run, in another thread; a failure that it finds is reported.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
             next run.
@@ -63,7 +61,7 @@ class GuardianClient:
     ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
-        self.find_failure: Callable[[], tuple[Failure, float] | None] = lambda: None
+        self.find_failure: Callable[[], Failure | None] = lambda: None
         self.rests = False
         self._run = 1
         self._on_failure = on_failure
@@ -88,10 +86,7 @@ class GuardianClient:
         self._thread.start()
 
     def begin(self, on_failure: OnFailure, *, failure_timeout_s: float, hang_report_s: float | None) -> None:
-        """Begins a further run of all ranks, with its own limits, after :meth:`rest`; all ranks have to come to it.
-
-        A failure that was found meanwhile is passed to ``on_failure`` at once.
-        """
+        """Begins a further run, with its own limits, after :meth:`rest`; all ranks have to come to it."""
         self._run += 1
         self._all_at_end.clear()
         self._set_limits(failure_timeout_s)
@@ -109,17 +104,14 @@ class GuardianClient:
         self._pages[PAGE_BYTES * self._slot : PAGE_BYTES * (self._slot + 1)] = bytes(PAGE_BYTES)
         self._send("rest", run=self._run)
 
-    def failed(self, failure: Failure, *, age_s: float = 0.0) -> None:
-        """Reports a failure of ``age_s`` ago to the guardian, which informs the other ranks; all have to end.
-
-        If the failure has no step, the guardian takes the step that its rank has noted.
-        """
-        self._send("failed", failure=failure.to_message(), age_s=age_s)
+    def failed(self, failure: Failure) -> None:
+        """Reports a failure to the guardian, which informs the other ranks; all have to end."""
+        self._send("failed", failure=failure.to_message())
 
     def can_be_lost(self) -> None:
-        """Declares that the job goes on without this rank, however its process ends before its :meth:`leave`.
+        """Declares that the job goes on without this rank, however it ends: no other waits for it from now on.
 
-        The guardian then prints a line. No other rank may wait for this one from now on. Raises ValueError on rank 0.
+        Raises ValueError on rank 0.
         """
         if self.rank == 0:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
@@ -135,19 +127,12 @@ class GuardianClient:
             self._printed.wait(self._end_s + _PRINT_S)
         return self._is_printed or not waits
 
-    def joining(self, limit_s: float) -> None:
-        """Reports that this rank is joining the others, which wait for it; after ``limit_s`` it has failed."""
+    def joining(self, limit_s: float | None) -> None:
+        """Reports that this rank joins the others, and has failed after ``limit_s``; None once it has joined them."""
         self._send("joining", limit_s=limit_s)
 
-    def joined(self) -> None:
-        """Reports that this rank has joined the others."""
-        self._send("joined")
-
     def counts_interrupts(self) -> None:
-        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT.
-
-        All ranks then end with exit status 130, this one included.
-        """
+        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT."""
         self._send("counts interrupts")
 
     def signalled(self, status: int, number: int) -> None:
@@ -174,18 +159,16 @@ class GuardianClient:
             ) from error
 
     def join_hosts(self, address: str, port: int, *, node_rank: int, secret: str, timeout_s: float = 30.0) -> None:
-        """On each other node, by one rank: connects this host's guardian to node 0's, which has to welcome it.
+        """On each other node, by one rank: connects this host's guardian to node 0's, where its end is a failure then.
 
-        From then on node 0 knows of this host, and its end is a failure there.
-
-        Raises:
-            GuardianError: node 0's guardian cannot be reached within ``timeout_s``, or refuses this host's.
+        Raises GuardianError if node 0's cannot be reached within ``timeout_s``, or refuses this host's.
         """
         who, where = f"node {node_rank} ({host_name()})", f"at {address} port {port}"
         try:
             with socket.create_connection((address, port), timeout=timeout_s) as sock:
                 sock.sendall(encode("hello", secret=secret, node_rank=node_rank, host=host_name()))
-                answer = decode(_line_of(sock))
+                with sock.makefile("rb", buffering=0) as file:  # what follows the line is for the guardian
+                    answer = decode(file.readline(MAX_LINE_BYTES))
                 if answer["kind"] != "welcome":
                     raise GuardianError(f"the guardian of node 0 {where} has refused {who}: {answer.get('why')}")
                 self._send("join", descriptors=(sock.fileno(),), node_rank=node_rank, host=answer["host"])
@@ -223,13 +206,13 @@ class GuardianClient:
                 elif kind == "end now" and not self._leaving.is_set():
                     os._exit(message["status"])
                 elif kind == "failure":
-                    self._report(Failure.from_message(message["failure"]))
+                    self._report(Failure(**message["failure"]))
             if not self._connection.closed:
                 if not self.rests:
                     self.flight_recorder.note_line()
                 if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
                     self.find_failure = lambda: None
-                    self.failed(found[0], age_s=found[1])
+                    self.failed(found)
                 select.select([self._connection], [], [], self._look_s)
         self._printed.set()
         if self._leaving.is_set():
@@ -269,16 +252,6 @@ class GuardianClient:
                     return message
                 why = str(message.get("why"))
         raise GuardianError(f"the guardian does not take rank {self.rank}: {why}")
-
-
-def _line_of(sock: socket.socket) -> bytes:
-    """The first line that arrives; what follows it is left in the socket, for the guardian."""
-    line = b""
-    while not line.endswith(b"\n") and len(line) < MAX_STRANGER_BYTES:
-        if not (byte := sock.recv(1)):
-            raise ConnectionError("it has closed the connection")
-        line += byte
-    return line
 
 
 def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float) -> socket.socket:

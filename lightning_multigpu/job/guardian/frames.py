@@ -50,10 +50,9 @@ class Frame(NamedTuple):
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """The most useful line of a stack (most recent call first).
+    """The user's innermost line within the training, in a stack (most recent call first).
 
-    That is the user's innermost line within the training; without one, the innermost line of Lightning, torchmetrics or
-    this pack; in a thread without either, the innermost line.
+    Without one, the innermost line of Lightning, torchmetrics or this pack, or else the innermost line.
     """
     if not frames:
         return "an unknown line"
@@ -66,10 +65,7 @@ def place(frames: Sequence[Frame]) -> str:
 
 
 def own_collective(frames: Sequence[Frame]) -> str:
-    """The collective of torch in which a stack (most recent call first) ends, or empty if it ends elsewhere.
-
-    Its name is the outermost function of torch: ``broadcast_object_list`` rather than the ``broadcast`` within it.
-    """
+    """The collective of torch in which a stack (most recent call first) ends: ``broadcast_object_list``; or empty."""
     inside = takewhile(lambda frame: _AROUND_C10D.search(frame.file), frames)
     named = [frame.function for frame in inside if frame.file.endswith(_C10D)]
     return named[-1].lstrip("_") if named else ""

@@ -39,11 +39,7 @@ def parse_stat(text: str) -> Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """The kernel's view of a process, or None if there is none with that pid.
-
-    Raises:
-        OSError: the kernel cannot answer now: too many files are open, or there is no memory.
-    """
+    """The kernel's view of a process, or None if there is none; OSError if there is no descriptor or memory now."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return parse_stat(file.read())
@@ -73,10 +69,9 @@ class WatchedProcess:
             self.pidfd = None
 
     def state(self) -> str:
-        """:data:`RUNNING`, :data:`STOPPED` or :data:`ENDED`.
+        """:data:`RUNNING`, :data:`STOPPED` or :data:`ENDED`; while the kernel cannot say, what it was before.
 
-        A process that a debugger holds counts as running: somebody looks at it. A zombie has ended. While the kernel
-        cannot say, the process is what it was before.
+        A process that a debugger holds counts as running: somebody looks at it. A zombie has ended.
         """
         stat = self._stat()
         if stat is None:
@@ -87,10 +82,7 @@ class WatchedProcess:
         return STOPPED if stat.state == "T" else RUNNING
 
     def exit_code(self) -> int | None:
-        """The exit status of an ended process, or the negative number of the signal that ended it.
-
-        None if unknown: before Linux 6.15, the parent may have collected the status already.
-        """
+        """The exit status of an ended process, or the negative number of the signal that ended it; None if unknown."""
         if self.state() != ENDED:
             return None
         status = self._collected_status() if self._wait_status is None else self._wait_status
@@ -120,7 +112,7 @@ class WatchedProcess:
         return stat
 
     def _collected_status(self) -> int | None:
-        """The wait status that the kernel keeps with a pidfd after the parent, such as a shell, has collected it."""
+        """The wait status that Linux 6.15 keeps with a pidfd after the parent, such as a shell, has collected it."""
         if self.pidfd is None:
             return None
         buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
@@ -158,8 +150,5 @@ def ended_text(exit_code: int | None) -> str:
         return "ended with an unknown exit status (its parent has collected it)"
     if exit_code >= 0:
         return f"ended with exit status {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    return f"was ended by {name}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"

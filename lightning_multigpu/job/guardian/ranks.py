@@ -1,21 +1,19 @@
-"""The ranks of a host, and failures that the states of their processes show."""
+"""The ranks of a host: failures that the states of their processes show, and their end after a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from lightning_multigpu.job.guardian.failure import Failure, host_name
+from lightning_multigpu.job.guardian.blocking import print_text
+from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, ended_text
+from lightning_multigpu.job.guardian.workers import Workers
 
 _PARENT_REPORT_S = 1.0
-
-
-class Found(NamedTuple):
-    """A failure, and its time."""
-
-    failure: Failure
-    since_s: float
+# The share of failure_timeout_s in which ranks may end themselves; the rest is for the kernel and the message.
+OWN_TIME = 0.9
+_HURRY_S = 1.0
+_PRINT_S = 5.0
 
 
 class WatchedRank:
@@ -24,10 +22,10 @@ class WatchedRank:
     Attributes:
         slot: the index of the rank's page in the shared memory.
         finished: True while the rank needs no other rank: it rests or has left.
-        at_end: True once the rank has reached the end of its run, and waits for the others.
-        joining_until_s: the time by which the rank has to join the others; None before and afterwards.
-        reported_exit_code: the exit status that the rank's parent has reported.
-        lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
+        at_end: it has reached the end of its run, and waits for the others.
+        joining_until_s: the time by which it has to join the others; None before and afterwards.
+        reported_exit_code: the exit status that its parent has reported.
+        lost_since_s: the time at which the job has lost it and has gone on; None otherwise.
         has_raised: its run has ended with the job's failure, which its program may catch.
         advice: the last line of the failure that it has asked to print; None before.
     """
@@ -36,6 +34,7 @@ class WatchedRank:
         self.rank = rank
         self.process = process
         self.slot = slot
+        self.workers = Workers(process.pid)
         self.finished = self.at_end = self.has_left = self.can_be_lost = self.has_raised = False
         self.joining_until_s: float | None = None
         self.reported_exit_code: int | None = None
@@ -44,8 +43,8 @@ class WatchedRank:
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
 
-    def failure(self, what: str) -> Failure:
-        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid)
+    def failure(self, what: str, age_s: float = 0.0) -> Failure:
+        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid, age_s=age_s)
 
 
 class Ranks:
@@ -71,9 +70,7 @@ class Ranks:
     def add(self, rank: int, pid: int) -> WatchedRank:
         """Watches the process ``pid`` as ``rank``; its parent may name it before it connects.
 
-        Raises:
-            ValueError: the rank belongs to another process, or is one too many.
-            ProcessLookupError: there is no such process.
+        Raises ValueError if the rank belongs to another process, or is one too many; ProcessLookupError without one.
         """
         known = self._ranks.get(rank)
         if known is not None and known.process.pid != pid:
@@ -114,11 +111,6 @@ class Ranks:
         return [rank for rank in self if rank.finished and not rank.has_left and rank.process.state() != ENDED]
 
     @property
-    def lost(self) -> list[WatchedRank]:
-        """The ranks that the job has lost, and goes on without."""
-        return [rank for rank in self if rank.lost_since_s is not None]
-
-    @property
     def all_at_end(self) -> bool:
         """True once every rank of the host has reached the end of its run."""
         return len(self) == self.num_ranks and all(rank.at_end for rank in self)
@@ -128,7 +120,7 @@ class Ranks:
         for rank in self:
             rank.stopped_since_s = None
 
-    def observe(self, now_s: float) -> Found | None:
+    def observe(self, now_s: float) -> Failure | None:
         """Looks at all processes; returns the failure that they show, if any, or of one that has not joined in time.
 
         If several have ended, one that a signal ended comes first: an exit status is more often a consequence.
@@ -149,10 +141,10 @@ class Ranks:
                 stopped.append((rank, rank.stopped_since_s))
         if ended:
             _, rank, exit_code = min(ended, key=lambda each: each[0])
-            return Found(rank.failure(ended_text(exit_code) + " before its run was over" * (exit_code == 0)), now_s)
+            return rank.failure(ended_text(exit_code) + " before its run was over" * (exit_code == 0))
         for rank in self.at_work:
             if rank.joining_until_s is not None and now_s > rank.joining_until_s:
-                return Found(rank.failure("has not joined the others in time (join_timeout_s)"), now_s)
+                return rank.failure("has not joined the others in time (join_timeout_s)")
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
             return None
@@ -160,5 +152,45 @@ class Ranks:
             if now_s - since_s > self.stopped_limit_s:
                 signals = "a signal (SIGSTOP, SIGTSTP...)"
                 what = f"has been stopped by {signals} for {now_s - since_s:.1f} s while others wait"
-                return Found(rank.failure(what), since_s)
+                return rank.failure(what, now_s - since_s)
         return None
+
+
+class Shutdown:
+    """The last seconds of the ranks at work; ``waits`` are lines about collectives in which ranks waited."""
+
+    def __init__(self, failure: Failure, now_s: float, timeout_s: float, waits: list[str]) -> None:
+        self.failure, self.waits = failure, waits
+        self._kill_at_s = now_s - failure.age_s + OWN_TIME * timeout_s
+        self.is_printed = False
+
+    def hurry(self, now_s: float) -> None:
+        """Leaves ranks only the time to receive the message: the user has ended the job."""
+        self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
+
+    def is_late(self, now_s: float) -> bool:
+        """True once the time in which ranks may end themselves is over."""
+        return now_s >= self._kill_at_s
+
+    def progress(self, ranks: Ranks, now_s: float) -> bool:
+        """Kills ranks whose time is over; True once no rank is left.
+
+        A stopped rank cannot end itself: it is killed once only stopped ranks are left. The others end first, because a
+        terminal shows its prompt when the first rank has ended.
+        """
+        states = {rank: rank.process.state() for rank in ranks.at_work}
+        left = [rank for rank, state in states.items() if state != ENDED]
+        if self.is_late(now_s) or all(states[rank] == STOPPED for rank in left):
+            for rank in left:
+                rank.process.kill()
+        return not left
+
+    def print(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
+        """Prints the failure in the terminal, once, without the traceback if the failed rank has printed that."""
+        if self.is_printed:
+            return
+        self.is_printed = True
+        is_here = ranks.get(self.failure.rank) is not None
+        lines = [folded(self.failure.traceback).rstrip()] if is_here and not has_traceback else []
+        lines += [*closing_lines(self.failure, self.waits), advice]
+        print_text("".join(f"{line}\n" for line in lines if line), limit_s=_PRINT_S)

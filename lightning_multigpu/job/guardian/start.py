@@ -32,11 +32,8 @@ _BACKLOG = 256
 _POLL_S = 0.1
 # Variables that differ between jobs of a scheduler, or restarts of a job, at the same address and port.
 _JOB_VARIABLES = (
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_RESTART_COUNT",
+    *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT")),
+    *(f"SLURM_{name}" for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")),
 )
 
 
@@ -75,8 +72,8 @@ class Guardian:
             owner_stays: this process is no rank and gets the ranks' failure: the guardian stays until :meth:`stop`.
 
         Raises:
-            GuardianError: there is no interpreter to run it with, it does not start, another guardian at ``address``
-                does not end, or a process of another user or container has taken the address.
+            GuardianError: it does not start, another guardian at ``address`` does not end, or a process of another user
+                or container has taken the address.
         """
         is_random = address is None
         # An abstract address is no file: the kernel removes it with the last socket.
@@ -88,18 +85,11 @@ class Guardian:
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
-            settings: dict[str, object] = {
-                "num_ranks": num_ranks,
-                "failure_timeout_s": failure_timeout_s,
-                "owner_pid": os.getpid(),
-                "owner_stays": owner_stays,
-                "listener": listener.fileno(),
-                "owner_link": theirs.fileno(),
-                "pages": pages,
-                "hang_report_s": hang_report_s,
-            }
+            settings = {"num_ranks": num_ranks, "owner_pid": os.getpid(), "owner_stays": owner_stays}
+            limits = {"failure_timeout_s": failure_timeout_s, "hang_report_s": hang_report_s}
+            descriptors = {"listener": listener.fileno(), "owner_link": theirs.fileno(), "pages": pages}
             try:
-                pid = _run(settings, (listener.fileno(), theirs.fileno(), pages))
+                pid = _run({**settings, **limits, **descriptors}, tuple(descriptors.values()))
             except GuardianError:
                 own.close()
                 raise
@@ -126,8 +116,7 @@ class Guardian:
     def stop(self, *, is_caught: bool = False) -> None:
         """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected.
 
-        Ranks that are started from now on do not look for it. ``is_caught``: this process has raised the ranks'
-        failure, and does not ask to print it any more.
+        ``is_caught``: this process has raised the ranks' failure, and does not ask to print it any more.
         """
         self._link.send("stop", is_caught=is_caught)
         self._close()
@@ -168,9 +157,7 @@ def _listening_at(address: str, patience_s: float) -> socket.socket:
 
 
 def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
-    """Runs the interpreter; returns the guardian's pid once it has detached."""
-    if not sys.executable:
-        raise GuardianError("sys.executable is empty, and the guardian needs a Python interpreter; set sys.executable")
+    """Runs the guardian; returns its pid once it has left this process."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("__main__.py"))]
     try:
         started = subprocess.run(
@@ -185,9 +172,8 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         hint = refusal(error)
         raise GuardianError(f"the guardian does not start: {error}{hint and '; '}{hint}") from error
-    if started.returncode != 0 or not started.stdout.strip().isdigit():
-        why = started.stdout.strip() or f"{' '.join(command)} ended with {started.returncode}"
-        raise GuardianError(f"the guardian does not start: {why}")
+    if started.returncode != 0:
+        raise GuardianError(f"the guardian does not start: {' '.join(command)} ended with {started.returncode}")
     return int(started.stdout)
 
 
@@ -196,8 +182,7 @@ def address_of_job(
 ) -> str:
     """The address of a host's guardian; equal for the ranks of the job on one host, and only for them.
 
-    ``attempt`` is how often the processes have joined at the main address before. Of ``variables`` those count by which
-    torchrun and SLURM name the job and count its restarts.
+    ``attempt`` is how often the processes have joined at the main address before; ``variables`` the environment.
     """
     job = [variables.get(name, "") for name in _JOB_VARIABLES]
     parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]

@@ -17,12 +17,10 @@ from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
 from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.host_links import Hosts
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
-from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts
+from lightning_multigpu.job.guardian.proc import ENDED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
-from lightning_multigpu.job.guardian.ranks import Found, Ranks, WatchedRank
-from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
-from lightning_multigpu.job.guardian.workers import Workers
+from lightning_multigpu.job.guardian.ranks import OWN_TIME, Ranks, Shutdown, WatchedRank
 
 _SHORTEST_PAUSE_S = 1.0
 _SHORTEST_ROUND_S = 0.05
@@ -30,7 +28,7 @@ _TO_ASK_S = 2.0  # after a rank that asks to print the failure, for the others
 
 
 class Watchdog:
-    """The guardian of one host, with the settings that :meth:`.Guardian.start` has sent."""
+    """The guardian of one host, with the settings of :meth:`.Guardian.start`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         self._timeout_s: float = settings["failure_timeout_s"]
@@ -44,7 +42,7 @@ class Watchdog:
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._shutdown: Shutdown | None = None
-        self._interrupts, self._workers = Interrupts(), Workers()
+        self._interrupts = Interrupts()
         self._hurries = self._released = self._looks_now = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=settings["listener"])
@@ -83,8 +81,8 @@ class Watchdog:
     def _serve(self) -> None:
         """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
 
-        It looks at once when a rank has ended, and when all have come to the end of the run. It does not for other
-        messages: strangers that connect one after another would make it look all the time.
+        It looks at once when a rank has ended, and when all have come to the end of the run. Not so for other messages:
+        strangers that connect one after another would make it look all the time.
         """
         since_s = clock_s()
         until_s = since_s + self._tick_s
@@ -111,15 +109,16 @@ class Watchdog:
                 if rank.advice is not None and self._now_s - (self._asked_s or 0.0) > self._timeout_s:
                     rank.process.kill()
             owner_may_ask = self._owner_stays and not self._stopping
-            return not (self._ranks.resting or owner_may_ask or self._awaits_late_ranks(self._shutdown))
+            # Without a guardian, ranks that have yet to connect would wait for long.
+            are_missing = len(self._ranks) < self._ranks.num_ranks and not self._shutdown.is_late(self._now_s)
+            return not (self._ranks.resting or owner_may_ask or are_missing)
         if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:
             return False
         self._read_rest()
         everybody_came = len(self._ranks) == self._ranks.num_ranks
         if not (everybody_came or self._owner_gone or self._stopping):
             return False
-        self._hosts.finish()
-        return self._hosts.all_done
+        return self._released or not self._hosts.connected()
 
     def _print_if_asked(self, shutdown: Shutdown) -> None:
         """Prints the failure when all ranks have asked for it or ended; those whose programs catch it get a moment."""
@@ -139,31 +138,27 @@ class Watchdog:
         """Whether a program has caught the failure's exception: nothing has kept it from asking to print that."""
         silent = [rank.process for rank in self._ranks if rank.has_raised and rank.advice is None]
         caught_here = not self._owner_stays and any((process.exit_code() or 0) >= 0 for process in silent)
-        is_signal = self._shutdown is None or signal_of(self._shutdown.failure.what) is not None  # Lightning catches it
+        is_signal = self._shutdown is None or self._shutdown.failure.signal  # which Lightning catches
         return not self._hurries and not is_signal and (caught_here or self._is_caught_by_owner)
 
     def _read_rest(self) -> None:
-        """Reads the last messages of ranks that have ended, which may have arrived since the last look."""
+        """Reads the last messages of ranks that have ended."""
         for connection in list(self._connections):
             self._read(connection)
 
-    def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
-        """True while ranks may still connect: without a guardian they would wait for long."""
-        return len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
-
     def _observe(self) -> None:
         self._observe_interrupts()
-        self._ranks.others_wait = self._hosts.others_wait
+        self._ranks.others_wait = bool(self._hosts.connected())
         if self._shutdown is None and (found := self._find()) is not None:
-            self._fail(found.failure, found.since_s)
+            self._fail(found)
         pids = {rank.process.pid for rank in self._ranks}
         for rank in self._ranks.at_work:
-            self._workers.note(rank.process.pid, pids)
+            rank.workers.note(pids)
 
-    def _find(self) -> Found | None:
+    def _find(self) -> Failure | None:
         """The job's failure, if there is one; else releases the ranks once all have reached the end of their run."""
         # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
-        found = self._hosts.observe(self._now_s, resting=not self._ranks.at_work and bool(self._ranks.resting))
+        found = self._hosts.observe(self._now_s)
         if found is None and self._ranks.observe(self._now_s) is not None:
             self._read_rest()
             found = self._ranks.observe(self._now_s)
@@ -190,26 +185,27 @@ class Watchdog:
             for connection in self._connections:  # before the failure, which ranks would raise first
                 connection.send("end now", status=status)
             failure = Failure(f"a second {name} has ended the job at once", host=host_name())
-            self._fail(failure, self._now_s)
+            self._fail(failure)
             assert self._shutdown is not None
-            if signal_of(self._shutdown.failure.what) is not None:  # the first signal, which a rank has acted on alone
+            if self._shutdown.failure.signal:  # the first one, which a rank has acted on alone
                 self._shutdown.failure = failure
             self._shutdown.hurry(self._now_s)
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = {rank.process.pid for rank in self._ranks}
-        return not [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
+        return not [rank for rank in ranks if not rank.workers.end(pids)]
 
     def _lost_have_ended(self) -> bool:
         """Kills lost ranks whose time is over, and ends their workers; a rank that has left ends itself."""
-        ended = [rank for rank in self._ranks.lost if rank.process.state() == ENDED]
-        left = [rank for rank in self._ranks.lost if rank not in ended and not rank.has_left]
+        lost = {rank: rank.lost_since_s for rank in self._ranks if rank.lost_since_s is not None}
+        ended = [rank for rank in lost if rank.process.state() == ENDED]
+        left = [rank for rank in lost if rank not in ended and not rank.has_left]
         for rank in left:
-            if self._now_s - (rank.lost_since_s or 0.0) > OWN_TIME * self._timeout_s:
+            if self._now_s - lost[rank] > OWN_TIME * self._timeout_s:
                 rank.process.kill()
         return self._workers_have_ended(ended) and not left
 
-    def _owner_failure(self) -> Found | None:
+    def _owner_failure(self) -> Failure | None:
         if self._owner_gone or self._owner.state() != ENDED:
             return None
         self._owner_gone, exit_code = True, self._owner.exit_code()
@@ -217,9 +213,9 @@ class Watchdog:
         if exit_code == 0 or is_rank or not self._ranks.at_work:
             return None
         what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
-        return Found(Failure(what, host=host_name()), self._now_s)
+        return Failure(what, host=host_name())
 
-    def _fail(self, failure: Failure, since_s: float) -> None:
+    def _fail(self, failure: Failure) -> None:
         """Ends the job with a failure, if it is the first: later ones are its consequences."""
         if self._shutdown is not None:
             return
@@ -227,20 +223,17 @@ class Watchdog:
         if failed is not None and failure.step is None:
             failure = failure._replace(step=read_steps(self._pages, failed.slot))
         # Ctrl-C ends the job.
-        if failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT:
+        if failed is not None and failed.can_be_lost and failure.signal != signal.SIGINT:
             failed.finished = failed.at_end = True  # the job goes on without it
             failed.lost_since_s = self._now_s
             print_text(closing_lines(failure, [], goes_on=True)[0] + "\n")
             return
         # Before the failure is sent: ranks that receive it stop waiting.
         waits = self._hang_watch.last_waits(failure.rank)
-        self._shutdown = Shutdown(failure, since_s, self._timeout_s, waits)
-        self._hosts.send_failure(failure, since_s)
-        self._hosts.send("waited", lines=waits)
-        for connection, rank in self._connections.items():
-            # The failed rank knows its failure; a stopped one receives it in case it is resumed.
-            if rank is not failed or rank.process.state() == STOPPED:
-                connection.send("failure", failure=failure.to_message())
+        self._shutdown = Shutdown(failure, self._now_s, self._timeout_s, waits)
+        self._hosts.send("failure", failure=failure.to_message())
+        for connection in self._connections:
+            connection.send("failure", failure=failure.to_message())
 
     def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
         """Begins a further run, if it is one, with the limits of the first rank that comes."""
@@ -255,13 +248,10 @@ class Watchdog:
         self._hosts.begin(run, self._now_s)
 
     def _handle_host(self, host: Hashable, message: Message) -> None:
-        """Handles a message of another host's guardian that is not about the connection itself."""
         if message["kind"] == "views":
             self._hang_watch.receive(host, message, self._now_s)
         elif message["kind"] == "begin":
             self._begin(int(message["run"]), self._timeout_s, self._hang_watch.limit_s)
-        elif message["kind"] == "waited" and self._shutdown is not None:
-            self._shutdown.waits += message["lines"]
 
     # Connections
 
@@ -307,17 +297,11 @@ class Watchdog:
             return
         except ValueError as error:
             if len(self._ranks) < self._ranks.num_ranks:  # a missing rank has sent a wrong number
-                self._fail(Failure(str(error), host=host_name()), self._now_s)
+                self._fail(Failure(str(error), host=host_name()))
             raise
         self._connections[connection] = rank
-        connection.send(
-            "welcome",
-            descriptors=(self._pages_descriptor,),
-            pid=os.getpid(),
-            slot=rank.slot,
-            num_slots=self._ranks.num_ranks,
-            failure_timeout_s=self._timeout_s,
-        )
+        settings = {"num_slots": self._ranks.num_ranks, "failure_timeout_s": self._timeout_s}
+        connection.send("welcome", descriptors=(self._pages_descriptor,), pid=os.getpid(), slot=rank.slot, **settings)
         if self._shutdown is not None:
             connection.send("failure", failure=self._shutdown.failure.to_message())
 
@@ -327,8 +311,7 @@ class Watchdog:
             self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._see_end(descriptor))
         return rank
 
-    def _see_end(self, descriptor: int) -> None:
-        """Makes the loop look at an ended rank at once, before a launcher ends the others."""
+    def _see_end(self, descriptor: int) -> None:  # at once, before a launcher ends the others
         self._forget(descriptor)
         self._looks_now = True
 
@@ -348,9 +331,8 @@ class Watchdog:
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end
         elif kind == "joining":
-            rank.joining_until_s = self._now_s + message["limit_s"]
-        elif kind == "joined":
-            rank.joining_until_s = None
+            limit_s = message["limit_s"]
+            rank.joining_until_s = None if limit_s is None else self._now_s + limit_s
         elif kind == "can be lost":
             rank.can_be_lost = True
         elif kind == "counts interrupts":
@@ -358,36 +340,32 @@ class Watchdog:
         elif kind == "signalled":
             self._interrupts.reported(message["number"], message["status"])
         elif kind == "failed":
-            self._fail(Failure.from_message(message["failure"]), self._now_s - message["age_s"])
+            self._fail(Failure(**message["failure"]))
         elif kind == "print":
             rank.advice, rank.finished = message["advice"], True
             self._asked_s, self._looks_now = self._now_s, True
-        elif kind in ("listen", "join"):
-            self._meet_hosts(connection, message)
-
-    def _meet_hosts(self, connection: Connection, message: Message) -> None:
-        sock = socket.socket(fileno=connection.take_descriptor())
-        if message["kind"] == "listen":
-            self._hosts.listen(sock, num_nodes=message["num_nodes"], secret=message["secret"], now_s=self._now_s)
-        else:
-            self._hosts.join(sock, node_rank=message["node_rank"], host=message["host"], now_s=self._now_s)
+        elif kind == "listen":
+            sock, secret = socket.socket(fileno=connection.take_descriptor()), message["secret"]
+            self._hosts.listen(sock, num_nodes=message["num_nodes"], secret=secret, now_s=self._now_s)
+        elif kind == "join":
+            sock, host = socket.socket(fileno=connection.take_descriptor()), message["host"]
+            self._hosts.join(sock, node_rank=message["node_rank"], host=host, now_s=self._now_s)
 
     def _read_owner(self) -> None:
         for message in self._owner_link.arriving():
             kind = message["kind"]
             if kind == "started":
+                number, pid = message["rank"], message["pid"]
                 try:
-                    self._add(message["rank"], message["pid"])
+                    self._add(number, pid)
                 except ProcessLookupError:
-                    what = "ended before it could be watched"
-                    self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
+                    self._fail(Failure("ended before it could be watched", number, host_name(), pid))
                 except (OSError, ValueError) as error:  # another process has sent a wrong number
-                    self._fail(Failure(str(error), host=host_name()), self._now_s)
+                    self._fail(Failure(str(error), host=host_name()))
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
             elif kind == "print":
-                self._owner_advice, self._asked_s = message["advice"], self._now_s
-                self._looks_now = True
+                self._owner_advice, self._asked_s, self._looks_now = message["advice"], self._now_s, True
             elif kind == "stop":
                 self._stopping, self._is_caught_by_owner = True, message["is_caught"]
         if self._owner_link.closed:

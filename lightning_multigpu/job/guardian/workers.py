@@ -1,4 +1,4 @@
-"""The worker processes of ranks, such as those of data loaders: none outlives its rank."""
+"""The worker processes of a rank, such as those of data loaders: none outlives the rank."""
 
 from __future__ import annotations
 
@@ -15,36 +15,38 @@ _SPAWNED = (b"multiprocessing.spawn", b"multiprocessing.forkserver")
 
 
 class Workers:
-    """The descendants of ranks. They are noted while the rank runs: afterwards the kernel no longer links them."""
+    """The descendants of a rank. They are noted while it runs: afterwards the kernel no longer links them."""
 
-    def __init__(self) -> None:
-        self._noted: dict[int, dict[int, int]] = {}
-        self._commands: dict[int, bytes] = {}
+    def __init__(self, rank: int) -> None:
+        self._rank, self._command = rank, b""
+        self._noted: dict[int, int] = {}
 
-    def note(self, rank: int, ranks: Collection[int]) -> None:
-        """Notes the workers of the process ``rank``; the processes ``ranks`` are no workers."""
-        command = self._commands[rank] = _command(rank) or self._commands.get(rank, b"")
-        noted = self._noted.setdefault(rank, {})
+    def note(self, ranks: Collection[int]) -> None:
+        """Notes the workers; the processes ``ranks`` are none."""
+        self._command = _command(self._rank) or self._command
         with contextlib.suppress(OSError):  # the kernel cannot answer now: the next round asks again
-            for pid in [pid for pid, start_ticks in noted.items() if not _is_alive(pid, start_ticks)]:
-                del noted[pid]  # loaders may start new ones each epoch
-            for pid in _descendants(rank, ranks):
+            # Loaders may start new ones each epoch.
+            self._noted = {pid: ticks for pid, ticks in self._noted.items() if _is_alive(pid, ticks)}
+            for pid in _descendants(self._rank, ranks):
                 stat = read_stat(pid)
-                if stat is not None and noted.get(pid) != stat.start_ticks and _is_worker(pid, command):
-                    noted[pid] = stat.start_ticks
+                if stat is not None and self._noted.get(pid) != stat.start_ticks and self._is_worker(pid):
+                    self._noted[pid] = stat.start_ticks
 
-    def end(self, rank: int, ranks: Collection[int]) -> bool:
-        """Ends the workers of ``rank``, which has ended; True once none is left."""
-        command, noted = self._commands.get(rank, b""), self._noted.get(rank, {})
+    def end(self, ranks: Collection[int]) -> bool:
+        """Ends the workers of the rank, which has ended; True once none is left."""
         try:
-            alive = [pid for pid, start_ticks in noted.items() if pid not in ranks and _is_alive(pid, start_ticks)]
+            alive = [pid for pid, ticks in self._noted.items() if pid not in ranks and _is_alive(pid, ticks)]
         except OSError:  # the kernel cannot answer now: it is asked again
             return False
-        left = [pid for pid in alive if _is_worker(pid, command)]  # until it executes another program
+        left = [pid for pid in alive if self._is_worker(pid)]  # until it executes another program
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         return not left
+
+    def _is_worker(self, pid: int) -> bool:
+        command = _command(pid)
+        return bool(command) and (command == self._command or any(name in command for name in _SPAWNED))
 
 
 def _descendants(pid: int, without: Collection[int]) -> Iterator[int]:
@@ -58,11 +60,6 @@ def _descendants(pid: int, without: Collection[int]) -> Iterator[int]:
         if child not in without:
             yield child
             yield from _descendants(child, without)
-
-
-def _is_worker(pid: int, command_of_rank: bytes) -> bool:
-    command = _command(pid)
-    return bool(command) and (command == command_of_rank or any(name in command for name in _SPAWNED))
 
 
 def _is_alive(pid: int, start_ticks: int) -> bool:

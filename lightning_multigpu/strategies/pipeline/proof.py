@@ -96,7 +96,10 @@ class Proof:
         self._expected: list[Gradients] = []
         self._kept = ""
         self._seed: tuple[int, ...] = ()
-        self._layers = LayerInterception(self._model.chain, self._begin_part)
+        self._layers = LayerInterception(
+            self._model.chain,
+            lambda part: set_random_state(seed_of(*self._seed, part), self._model.device),
+        )
 
     # On one device
 
@@ -170,9 +173,6 @@ class Proof:
             (loss * scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach() if isinstance(loss, Tensor) else loss
 
-    def _begin_part(self, part: int) -> None:
-        set_random_state(seed_of(*self._seed, part), self._model.device)
-
     def _check_parts(self) -> str:
         """How micro-batches do not give what the batch gives."""
         pipeline, batch, module = self._pipeline, self._batch, self._module
@@ -223,9 +223,7 @@ class Proof:
         return ""
 
     def _marks(self) -> dict[str, Any]:
-        """What shows changes of attributes, buffers and parameters; torch's own modules keep statistics, and metrics
-        states. An object of another class is looked into.
-        """
+        """What shows changes of attributes and tensors, except in the modules of torch and in metrics."""
         marks = {}
         for name, part in self._module.named_modules():
             if isinstance(part, Metric) or type(part).__module__.startswith("torch."):
@@ -285,10 +283,13 @@ class Proof:
                 return pipeline.loss_of(cloned(self._parts[number]), self._batch.others)
 
         runner.train(run, self._kinds, self._batch.scales, self._seed_of(step))
-        pipeline.agreement.sums.sum_gradients(model.ownership.common())
+        pipeline.clipping.sums.sum_gradients(model.ownership.common())
         model.group.finish()
-        parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        own = take_gradients(self._module)
-        state = {n: p if isinstance(p, Placeholder) else own.get(n, torch.zeros_like(p)) for n, p in parameters.items()}
+        state: dict[str, Any] = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        for name, parameter in state.items():
+            if not isinstance(parameter, Placeholder):
+                gradient, parameter.grad = parameter.grad, None
+                value = torch.zeros_like(parameter.data) if gradient is None else gradient.detach()
+                state[name] = value.to_dense() if value.is_sparse else value
         found = pipeline.whole_weights(state, streams=False)
         return {name: value.detach().cpu() for name, value in found.items()} if model.is_last else {}

@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -58,7 +57,7 @@ class UserSteps:
                     f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
                     "themselves: compile each layer with layer.compile(), or leave one of the two out"
                 )
-            self._recomputation = Recomputation(module, self.recomputed, warn=rank_zero_warn)
+            self._recomputation = Recomputation(module, self.recomputed)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Within the block backward computes the layers under ``activation_checkpointing`` again."""

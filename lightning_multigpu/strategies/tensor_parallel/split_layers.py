@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
@@ -26,7 +26,6 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
     Block,
     find_blocks,
-    find_pairs,
     kind_of,
     planned_blocks,
 )
@@ -38,7 +37,6 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.placement.table import split_of as shards_of
-from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -52,9 +50,6 @@ M = TypeVar("M", bound=Callable[..., Any])
 Plan = Literal["auto"] | Mapping[str, str]
 
 _STYLES = ("column", "row", "vocab", "head")
-
-_SMALLEST_SHARE = 0.1
-"""Of the parameters' bytes; "auto" warns of a module of which less is split."""
 
 
 def check_plan(plan: Plan) -> None:
@@ -148,7 +143,7 @@ class SplitLayers:
         held = held_bytes(module.parameters(), optimizers)
         proof = SplitProof(step, rtol=rtol) if proves else None
         trials = Trials(step)
-        trials.run(self._blocks, *([partial(find_pairs, module)] if self._plan == "auto" else []))
+        trials.run(self._blocks)
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
         rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
         plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), held, ranks)
@@ -186,13 +181,6 @@ class SplitLayers:
                 "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
                 f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
-            )
-        split, total = sum(each.whole_bytes for each in plan.blocks), plan.one_device.parameters_bytes
-        if self._plan == "auto" and split < _SMALLEST_SHARE * total:
-            rank_zero_warn(
-                f"tensor_split splits {size(split)} of the {size(total)} of parameters, less than a tenth: name more "
-                "layers by plan={'*.first': 'column', '*.second': 'row'}, or use strategy='ring_ddp', or "
-                "'pipeline_1f1b' to save memory"
             )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:

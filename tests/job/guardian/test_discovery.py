@@ -141,19 +141,6 @@ def test_another_user_is_refused_at_once() -> None:
         job.ends(0)
 
 
-@pytest.mark.parametrize("start_timeout_s", [0.0, 0.1], ids=["of a guardian", "of a job"])
-def test_a_program_that_takes_no_connections_at_the_guardians_address(start_timeout_s: float) -> None:
-    """The rank "found no guardian", or its first rank "had not come"."""
-    with ExitStack() as stack:
-        squatter = stack.enter_context(socket.socket(socket.AF_UNIX))
-        squatter.bind(f"\0squatter-{os.getpid()}")
-        squatter.listen(0)
-        address = squatter.getsockname()[1:].decode()
-        stack.enter_context(socket.socket(socket.AF_UNIX)).connect("\0" + address)
-        with pytest.raises(GuardianError, match=r"rank 1 finds no guardian .*: .* temporarily unavailable"):
-            GuardianClient(address, rank=1, on_failure=print, timeout_s=0.1, start_timeout_s=start_timeout_s)
-
-
 def test_a_rank_that_comes_behind_a_crowd_waits_in_line() -> None:
     """So many connections at once that the kernel takes no more: the rank was told that its guardian had ended."""
     guardian = Guardian.start(num_ranks=1, failure_timeout_s=60)

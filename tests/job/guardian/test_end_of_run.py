@@ -116,7 +116,7 @@ def test_a_second_interrupt_of_one_rank_ends_the_others_too() -> None:
 
 def test_a_second_sigterm_while_a_rank_raises_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     """The rank was to print the failure, ended at once, and nobody said why."""
-    raises = "client.failed(Failure('was terminated (SIGTERM)', 0)); client.signalled(143, 2); "
+    raises = "client.failed(Failure('was interrupted (SIGTERM)', 0, signal=15)); client.signalled(143, 2); "
     with Job(f"{raises}time.sleep(60)", "time.sleep(60)", failure_timeout_s=50) as job:
         job.ends(143, 143)
     assert (
@@ -155,47 +155,20 @@ def test_workers_end_with_their_rank() -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def test_workers_that_have_ended_are_forgotten() -> None:
-    """A loader's new workers of each epoch: the guardian read the states of all that had ever lived."""
-    code = """
-import os, sys, time
-for line in sys.stdin:
-    child = os.fork()
-    if not child:
-        time.sleep(600)
-    print(child, flush=True)
-    sys.stdin.readline()
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    print("ended", flush=True)
-"""
-    command = [sys.executable, "-c", code]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as rank:
-        assert rank.stdin is not None
-        workers = Workers()
-        for _ in range(3):
-            rank.stdin.write("start\n")
-            child = int(line_of(rank))
-            workers.note(rank.pid, ())
-            assert list(workers._noted[rank.pid]) == [child]
-            rank.stdin.write("end\n")
-            assert line_of(rank) == "ended\n"
-
-
 def test_a_rank_is_nobodys_worker() -> None:
     """Lightning's launcher starts the other ranks from the first, with the same command line."""
     code = "import os, time; child = os.fork(); child and os.write(1, b'%d\\n' % child); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as first:
         second = int(line_of(first))
         try:
-            workers = Workers()
-            workers.note(first.pid, {second})
-            assert workers.end(first.pid, set())
-            workers.note(first.pid, set())
-            assert workers.end(first.pid, {second}), "it has introduced itself since"
+            workers = Workers(first.pid)
+            workers.note({second})
+            assert workers.end(set())
+            workers.note(set())
+            assert workers.end({second}), "it has introduced itself since"
             assert is_alive(second)
-            assert not workers.end(first.pid, set()), "one is left at first"
-            assert eventually(lambda: workers.end(first.pid, set()))
+            assert not workers.end(set()), "one is left at first"
+            assert eventually(lambda: workers.end(set()))
         finally:
             for pid in (second, first.pid):
                 if is_alive(pid):

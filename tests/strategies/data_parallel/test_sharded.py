@@ -20,7 +20,7 @@ from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.strategies import sharded
 from tests.modules import ReadsGradients, TwoOptimizers
-from tests.report.shape import assert_follows_schema
+from tests.report.examples import assert_follows_schema
 from tests.strategies.pipeline.test_configure_model import peak_bytes_of
 from tests.strategies.tasks import (
     Case,

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.pipelines.stage_costs import StageCosts
-from tests.report.shape import assert_follows_schema
+from tests.report.examples import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
     Classifier,

@@ -123,9 +123,7 @@ class FlightRecorder:
     def began(self, operation: str, *, group: str, ranks: str, awaited: bool = True) -> Note | None:
         """Notes that this rank begins a collective; None if the page has no row left for the group.
 
-        Args:
-            ranks: its members ("0-3", "0-6:2", "0,3,4"), or empty: then only its name identifies it.
-            awaited: the calling thread waits for it from now on.
+        ``ranks``: its members ("0-3", "0-6:2", "0,3,4"), or empty. ``awaited``: this thread waits for it from now on.
         """
         with self.lock:
             row = self._rows.get((group, ranks))
@@ -164,19 +162,13 @@ def read_steps(memory: Any, slot: int) -> int:
 
 
 def read_line(memory: Any, slot: int) -> tuple[str, str]:
-    """The main thread's line, and its collective that is not noted, or empty; both empty if the rank has not noted it.
-
-    It cannot while it is stopped, or in C code that holds the interpreter lock.
-    """
+    """The main thread's line, and the collective that its stack shows; both empty if the rank cannot note them now."""
     line, own, noted_s = _LINE.unpack_from(memory, PAGE_BYTES * slot + _STEPS.size)
     return (_read(line), _read(own)) if clock_s() - noted_s < _FRESH_S else ("", "")
 
 
 def read_entries(memory: Any, slot: int) -> list[Entry]:
-    """The rows of a page, in the order of the rank's first use of its groups.
-
-    A row that changes while it is read is left out: nothing waits in it.
-    """
+    """The rows of a page; one that changes while it is read is left out: nothing waits in it."""
     entries = []
     for index in range(NUM_ROWS):
         at = PAGE_BYTES * slot + _ROWS_FROM + _ROW.size * index

@@ -1,41 +1,143 @@
 """Reports about hangs: while a rank's page does not change, all ranks' collectives are compared once a second.
 
+::
+
+    rank 0   all_reduce #6 of group data     rank 1 never came to it
+    rank 1   barrier #9 of group world       rank 0 never came to it: neither can come before the other goes on
+
 Node 0, or a single host, compares and makes the report; the guardian of another host with such a rank sends it what it
 has seen of its ranks. Two comparisons have to show the same, since hosts look at different times. If they show two
-ranks in different collectives, neither can come to the other's, and the run ends.
+ranks in different collectives, the run ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from itertools import combinations
+from typing import Any, NamedTuple
 
 from lightning_multigpu.job.guardian.blocking import print_text
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.hang import flight_recorder as pages
-from lightning_multigpu.job.guardian.hang.comparison import (
-    Mismatch,
-    View,
-    calls,
-    hang_report,
-    mismatch,
-    mismatch_text,
-)
+from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, UNDER_WAY, Entry, parse_ranks
 from lightning_multigpu.job.guardian.host_links import Hosts
-from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, clock_s
+from lightning_multigpu.job.guardian.proc import STOPPED, clock_s
 from lightning_multigpu.job.guardian.protocol import Message
-from lightning_multigpu.job.guardian.ranks import Found, Ranks, WatchedRank
+from lightning_multigpu.job.guardian.ranks import Ranks, WatchedRank
 
 _LOOK_EVERY_S = 1.0
 _MAX_VIEWS = 24  # of a host: they fit into a message
-_MAX_LINES, _MAX_LINE = 64, 200
 _FIX = (
     "Every rank has to call the same collectives in the same order: self.log(sync_dist=True), self.all_gather, saves "
     "and barriers on all ranks, or on none"
 )
+# Operations that all ranks of a group call in the same order; and groups whose ranks count messages to one rank, too.
+_COLLECTIVES = ("all_gather", "all_reduce", "barrier", "broadcast", "reduce", "reduce_scatter")
+_POINT_TO_POINT = ("pipeline", "checkpoint")
+
+Mismatch = list[tuple[int, str]]  # two ranks, and the collective in which each waits
 
 Quiet = dict[int, float]  # by rank, the time since when its page has not changed
+
+
+class View(NamedTuple):
+    """One rank, as its host's guardian has seen it: its main thread's line and collective, and the rows of its page.
+
+    Here ``since_s`` of entries counts seconds back from now, since the clocks of hosts differ.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    step: int
+    place: str = ""
+    own: str = ""
+    entries: tuple[Entry, ...] = ()
+
+    @classmethod
+    def from_message(cls, values: Sequence[Any]) -> View:
+        """The view that another host has sent as a list of JSON values."""
+        return cls(*values)._replace(entries=tuple(Entry(*entry) for entry in values[-1]))
+
+
 Views = dict[int, View]
+
+
+def calls(view: View) -> list[Entry]:
+    """The collectives in which a rank waits: those that it has noted, else the one that its stack shows, number 0."""
+    noted = [entry for entry in view.entries if entry.state == AWAITED]
+    return noted or [Entry(AWAITED, 0, 0, 0.0, view.own, "", "")] * bool(view.own)
+
+
+def _absent(call: Entry, there: Collection[int], views: Mapping[int, View]) -> list[int]:
+    """The ranks that certainly have not come to ``call``, or have come with another operation."""
+    if not call.operation.startswith(_COLLECTIVES) or call.group in _POINT_TO_POINT:
+        return []
+    if not call.number:
+        # Only the stack shows it, and not its group: several ranks may be all of the group.
+        return [rank for rank in views if rank not in there] if len(there) == 1 else []
+    members = parse_ranks(call.ranks) or views
+    return [rank for rank in members if rank in views and rank not in there and _is_elsewhere(views[rank], call)]
+
+
+def _is_elsewhere(view: View, call: Entry) -> bool:
+    entry = next((e for e in view.entries if (e.group, e.ranks) == (call.group, call.ranks)), None)
+    if entry is None or entry.state not in (UNDER_WAY, AWAITED):
+        return entry is None or entry.begun < call.number
+    # A thread at an earlier collective of the group may still come; an operation is sure if the group has no other.
+    is_only = entry.begun == entry.number == call.begun == call.number
+    return entry.state == AWAITED and is_only and entry.operation != call.operation
+
+
+def compare(views: Mapping[int, View]) -> list[tuple[Entry, list[View], list[int]]]:
+    """The collectives in which ranks wait, with those, and with the ranks that certainly have not come to them."""
+    found: dict[Entry, list[View]] = {}
+    for _, view in sorted(views.items()):
+        for call in calls(view):
+            found.setdefault(call._replace(since_s=0.0), []).append(view)
+    return [(call, there, _absent(call, {view.rank for view in there}, views)) for call, there in found.items()]
+
+
+def mismatch(views: Mapping[int, View]) -> Mismatch:
+    """Two ranks that wait for each other, and their different collectives; empty if there are none."""
+    for pair in combinations(compare(views), 2):
+        ranks = [
+            [(view.rank, call.name) for view in there if view.rank in absent_elsewhere]
+            for (call, there, _), (_, _, absent_elsewhere) in (pair, pair[::-1])
+        ]
+        if all(ranks):
+            return [each[0] for each in ranks]
+    return []
+
+
+def mismatch_text(found: Mismatch, views: Mapping[int, View]) -> str:
+    """The verdict about two such ranks."""
+    named = ", ".join(f"rank {rank} {name} ({views[rank].place})" for rank, name in found)
+    return f"ranks have called different collectives, and cannot go on: {named}"
+
+
+def hang_report(views: Mapping[int, View], *, waited_s: float, limit_s: float) -> str:
+    """The text of a report: the verdict, and a table of the ranks, first those that wait in no collective."""
+    if found := mismatch(views):
+        outcome, verdict = "The run ends", [mismatch_text(found, views)]
+    else:
+        outcome = "The run goes on; this is only a report"
+        verdict = [f"{_ranks(absent)} never came to {call.name}" for call, _, absent in compare(views) if absent]
+    lines = [f"{line[0].upper()}{line[1:]}." for line in verdict]
+    rows = [("rank", "host", "pid", "step", "waits in", "main thread")]
+    for view in sorted(views.values(), key=lambda view: (bool(calls(view)), view.rank)):
+        waits = "; ".join(c.name + f" for {c.since_s:.0f} s" * bool(c.number) for c in calls(view)) or "-"
+        place = view.place or "does not answer: it is stopped, or in C code that holds Python's lock"
+        rows.append((str(view.rank), view.host, str(view.pid), str(view.step), waits, place))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    heading = f"No progress for {waited_s:.0f} s (hang_report_s={limit_s:g}). {outcome}."
+    return "".join(f"{line}\n" for line in [heading, *(f"  {line}" for line in lines)])
+
+
+def _ranks(ranks: list[int]) -> str:
+    *most, last = map(str, sorted(ranks))
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
 class HangWatch:
@@ -59,7 +161,7 @@ class HangWatch:
             if rank not in self._quiet:
                 self._progress[rank] = last, now_s
 
-    def observe(self, now_s: float) -> Found | None:
+    def observe(self, now_s: float) -> Failure | None:
         """Looks at the pages; returns the failure of ranks in different collectives."""
         if self.limit_s is None or now_s - self._looked_s < _LOOK_EVERY_S:
             return None
@@ -80,17 +182,14 @@ class HangWatch:
         self._of_others[host] = quiet, {view.rank: view for view in views}
 
     def last_waits(self, failed: int | None) -> list[str]:
-        """The collectives in which the ranks wait or, once the failure has reached them, have waited.
-
-        The rank ``failed`` waits for no other.
-        """
+        """The collectives in which the ranks, other than ``failed``, wait, or waited until a failure came."""
         lines = []
         for rank in sorted(self._ranks.at_work, key=lambda rank: rank.rank):
             entries = self._entries(rank) if rank.rank != failed else ()
             found = [entry for entry in entries if entry.state in (pages.AWAITED, pages.BROKEN)]
             for entry in sorted(found, key=lambda each: (each.state, -each.since_s))[:1]:
-                lines.append(f"rank {rank.rank} waited in {entry.name} for {entry.since_s:.1f} s"[:_MAX_LINE])
-        return lines[:_MAX_LINES]
+                lines.append(f"rank {rank.rank} waited in {entry.name} for {entry.since_s:.1f} s")
+        return lines
 
     def _quiet_ranks(self, now_s: float, limit_s: float) -> Quiet:
         at_work, quiet = self._ranks.at_work, Quiet()
@@ -105,7 +204,7 @@ class HangWatch:
                 quiet[rank.rank] = since_s
         return quiet
 
-    def _compare(self, now_s: float, limit_s: float) -> Found | None:
+    def _compare(self, now_s: float, limit_s: float) -> Failure | None:
         quiet, views = dict(self._quiet), Views()
         for quiet_there, views_there in self._of_others.values():
             quiet |= quiet_there
@@ -126,17 +225,16 @@ class HangWatch:
             print_text(hang_report(views, waited_s=now_s - self._reported_since_s, limit_s=limit_s))
         if not found:
             return None
-        return Found(Failure(f"{mismatch_text(found, views)}. {_FIX}", host=host_name()), now_s)
+        return Failure(f"{mismatch_text(found, views)}. {_FIX}", host=host_name())
 
     # Looks at the ranks of this host
 
     def _views(self) -> Views:
-        return {rank.rank: self._view(rank) for rank in self._ranks if rank.lost_since_s is None}
+        return {rank.rank: self._view(rank) for rank in self._ranks.at_work}
 
     def _view(self, rank: WatchedRank) -> View:
-        gone = "has finished" if rank.finished else "has ended" if rank.process.state() == ENDED else ""
         line, step = pages.read_line(self._memory, rank.slot), pages.read_steps(self._memory, rank.slot)
-        return View(rank.rank, host_name(), rank.process.pid, step, *line, gone, self._entries(rank))
+        return View(rank.rank, host_name(), rank.process.pid, step, *line, self._entries(rank))
 
     def _entries(self, rank: WatchedRank) -> tuple[pages.Entry, ...]:
         entries = pages.read_entries(self._memory, rank.slot)
