@@ -169,7 +169,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
         self._start_method: StartMethod = start_method
         self.check_replicas_every = check_replicas_every_n_steps
-        self.steps = UserSteps(self, activation_checkpointing)
+        self.steps = UserSteps(self.feed, activation_checkpointing)
         self.share_proof = ShareProof(self, verify_steps)
         self.saves = RunCheckpoints(self)
         self.owned = OwnedOptimizers()
@@ -312,7 +312,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
         number.
         """
-        value = self.steps.weighted(tensor, reduce_op, group)
+        value = self.steps.weighted(tensor, reduce_op, group, self.loss_scale)
         metered = self.collectives.over(group) if isinstance(tensor, Tensor) else None
         return value if metered is None else metered.all_reduce(value, reduce_op, checked=f"reduce ({reduce_op})")
 
@@ -738,7 +738,8 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.share_proof.begin_step(*args, *kwargs.values())
         if self.buffers is not None:
             self.buffers.before_step(accumulates=self._accumulates)
-        with self.steps.running():
+        data_rank = None if self._model_parallel_size > 1 else self.data_parallel_rank
+        with self.steps.running(self._module, self.root_device, data_rank):
             output = super().training_step(*args, **kwargs)
         self.values.look()
         return output
