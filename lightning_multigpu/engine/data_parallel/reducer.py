@@ -175,7 +175,7 @@ class GradientReducer:
             is_idle, self._newest = self._newest is None or self._newest.done(), future
             if self._is_complete and is_idle:  # no backward is left to hide it, and waking the thread takes time
                 since_s = self._meter.now()
-                self._begin(buffer, found)()
+                self._tried(self._tried(self._begin, buffer, found) or _nothing)
                 future.set_result(buffer)
                 return future
             if self._thread is None:
@@ -236,8 +236,7 @@ class GradientReducer:
             if job is not None:
                 begun = self._tried(self._begin, *job[:2])
             if under_way is not None:
-                if finish is not None:
-                    self._tried(finish)
+                self._tried(finish or _nothing)
                 under_way[2].set_result(under_way[0])
             under_way, finish = job, begun
 
