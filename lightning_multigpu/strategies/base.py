@@ -26,7 +26,7 @@ from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
-from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
@@ -358,6 +358,13 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         votes = int(world.all_reduce(torch.tensor(int(decision)), "sum", checked="reduce_boolean_decision"))
         return votes == world.size if all else votes > 0
 
+    def agree_after_batch(self, stops: bool) -> bool:
+        """Whether any rank stops after this batch; ranks tell each other of their next batches by the way."""
+        announcer = self.feed.announcer
+        if announcer is None or not announcer.is_due or self.collectives.over(dist.group.WORLD) is None:
+            return self.reduce_boolean_decision(stops, all=False)
+        return announcer.agree(stops)
+
     # Starting and ending
 
     @override
@@ -490,6 +497,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             self._undo.close()
             self.failure_watch.leave()
             self.meter.notes = None
+            self.feed.announcer = None
             self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
             if self.reducer is not None:
                 self.reducer.close()
@@ -523,20 +531,16 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
         In training a resumed run goes on in the middle of an epoch; elsewhere no sample is repeated.
         """
-        distributed = self.feed.distribute(
+        return self.feed.distribute(
             dataloader,
             self._module.trainer,
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
-            meter=self.meter,
-            control_group=self.collectives.control,
+            group=self.metered(self.collectives.hosts, "control"),
             ranks_a_batch=self._model_parallel_size,
             common=self.values.number,
             on_agreed=lambda found: self.values.check(found.common, self.gather_objects),
         )
-        if isinstance(distributed, AgreedLoader) and self.groups is not None:
-            self.groups.settle_control = distributed.settle
-        return distributed
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
