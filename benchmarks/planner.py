@@ -18,7 +18,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -28,17 +27,18 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.heading import heading
-from lightning_multigpu._usable_cores import usable_cores
+from benchmarks.planner_models import ConvNet, LanguageLSTM
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchGPT, BenchMLP, Subject, repeated
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
 from lightning_multigpu.bench.strategies.strategy_run import StrategyRun, take_turns
-from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
+from lightning_multigpu.commands.plans.measured_model import measured_model
 from lightning_multigpu.commands.plans.scaling_cli import strategy_of
+from lightning_multigpu.commands.plans.short_run import PlannedModule
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, from_json
-from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.step_model import Candidate, ImpossibleError, predict
 
 MODELS: dict[str, tuple[Any, int]] = {
@@ -48,6 +48,8 @@ MODELS: dict[str, tuple[Any, int]] = {
     "gpt 1 M": (partial(BenchGPT, width=128, num_layers=4), 8),
     "gpt 3 M": (partial(BenchGPT, width=192, num_layers=6), 4),
     "gpt 8 M": (partial(BenchGPT, width=320, num_layers=6, num_heads=5), 4),
+    "cnn 1 M": (partial(ConvNet, width=40), 32),
+    "lstm 2 M": (partial(LanguageLSTM, width=256), 16),
 }
 BANDWIDTHS = {"200mbit": "16kb", "1gbit": "64kb", "10gbit": "64kb"}
 """Of the emulated links, and what passes at once after a pause: less than a millisecond; on real links nothing does."""
@@ -61,7 +63,6 @@ HOSTS = (
     *("ddp_sharded", "sharded_ps", "pipeline_1f1b:num_micro_batches=4", "tensor_split"),
 )
 WORLDS = [("", World(1, 2)), ("", World(1, 4))] + [(b, World(n, 1)) for b in BANDWIDTHS for n in (2, 4)]
-_OF_MODEL = ["one_device", *dict.fromkeys((*ONE_HOST, *HOSTS))]
 
 
 def main() -> None:
@@ -128,8 +129,9 @@ def _one_model(
         cases += own
         path.write_text(json.dumps(cases, indent=1))
         rows = _measured_apart(name, bandwidth, world, options)
-        pace = rows[NO_COMMUNICATION]["mean_s"] / profile.phases[world.size].step_s
-        again = _predicted(_at_pace(profile, pace), machines[bandwidth], bandwidth, world)
+        machine = machines[bandwidth]
+        pace = rows[NO_COMMUNICATION]["mean_s"] / (profile.phases.step_s * machine.slowdown_of(machine.crowd(world)))
+        again = _predicted(_at_pace(profile, pace), machine, bandwidth, world)
         for case, paced in zip(own, again, strict=True):
             case["measured"], case["paced_s"] = rows[case["strategy"]], paced.get("step_s")
         path.write_text(json.dumps(cases, indent=1))
@@ -139,11 +141,8 @@ def _one_model(
 def _at_pace(profile: ModelProfile, factor: float) -> ModelProfile:
     """The profile with steps ``factor`` times as long: as the machine has them later."""
 
-    def later(phases: Mapping[int, Phases]) -> dict[int, Phases]:
-        return {crowd: each.times(factor) for crowd, each in phases.items()}
-
-    splits = {size: replace(part, phases=later(part.phases)) for size, part in profile.splits.items()}
-    return replace(profile, phases=later(profile.phases), splits=splits)
+    splits = {size: replace(part, phases=part.phases.times(factor)) for size, part in profile.splits.items()}
+    return replace(profile, phases=profile.phases.times(factor), splits=splits)
 
 
 def _calibrated(folder: Path, worlds: list[tuple[str, World]], *, again: bool) -> dict[str, Machine]:
@@ -191,9 +190,7 @@ def _profile(name: str, worlds: list[World]) -> ModelProfile:
         callbacks=[],
         device=torch.device("cpu"),
     )
-    emulated = Machine(name="hosts that share cores", device_type="cpu", shares_cores=True, devices=usable_cores())
-    names = [strategy_of(text.partition(" ")[0])[0] for text in _OF_MODEL if text != "one_device"]
-    return measured_model(subject, emulated, worlds, names, num_micro_batches=[4])
+    return measured_model(subject, sorted({world.size for world in worlds}))
 
 
 def _predicted(profile: ModelProfile, machine: Machine, bandwidth: str, world: World) -> list[dict[str, Any]]:

@@ -104,12 +104,12 @@ __all__ = [
     "disable_module_memory_sharing",
     "draws_graph",
     "further_ddp_options",
+    "given_checkpoint",
     "given_loaders",
     "has_set_signal_handlers",
     "interrupt",
     "is_compiled",
     "logging_as",
-    "place_of_checkpoint",
     "places_sampler",
     "plain_optimizer",
     "restore_handler_at_teardown",
@@ -159,13 +159,12 @@ def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
     ]
 
 
-def place_of_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
-    """Where ``ckpt_path`` is among the arguments of the Trainer's method that a launcher is to run; None if not there.
+def given_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``ckpt_path`` among the arguments of the Trainer's method that a launcher is to run; None if not there.
 
     No hook before the launch is told what the user has passed to ``fit(ckpt_path=...)``.
     """
-    names = list(inspect.signature(function).parameters)[: len(args)]
-    return names.index("ckpt_path") if "ckpt_path" in names else None
+    return dict(zip(inspect.signature(function).parameters, args, strict=False)).get("ckpt_path")
 
 
 def is_compiled(module: LightningModule) -> bool:

@@ -420,16 +420,6 @@ def checks() -> list[Check]:
         for column, chosen in options.items():
             function = partial(options_of, name=name, options=chosen, exact=column not in _INEXACT)
             found.append(Check(row=name, column=column, function=function, ranks=2))
-    offloaded = replace(_FIFTY_STEPS, strategy={"offload_optimizer": True})
-    found.append(
-        Check(
-            row="ddp_sharded",
-            column="busy streams, offloaded optimizer",
-            function=partial(busy_streams, name="ddp_sharded", case=offloaded),
-            ranks=2,
-            needs="on CPUs the states are in the host's memory anyway",
-        )
-    )
     found.append(Check(row="ring_ddp", column="local steps as on CPUs", function=local_steps, ranks=2))
     return found
 

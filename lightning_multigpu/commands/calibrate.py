@@ -19,7 +19,13 @@ from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.benches.bench_options import check_device
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.machine_model import (
+    QUIET,
+    Machine,
+    World,
+    differences,
+    from_json,
+)
 from lightning_multigpu.report.terminal import columns
 
 FILE_NAME = "machine.json"
@@ -130,7 +136,10 @@ def _measured(machine: Machine, devices: int | None, options: argparse.Namespace
 
 
 def lines(machine: Machine) -> Iterator[str]:
-    """The figures that plans use."""
+    """How disturbed the calibration was, and the figures that plans use."""
+    for world, share in machine.disturbed.items():
+        busy = "warning: these times may be wrong, calibrate again on a quiet machine: " if share > QUIET else ""
+        yield f"{busy}other processes took {100 * share:.0f} % of the processors while {world} was measured"
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
     memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
     yield f"{machine.processor}, {machine.devices} devices: {rates}; {memory}"

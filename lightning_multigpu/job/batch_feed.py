@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence, Sized
 from types import NoneType
@@ -90,10 +89,11 @@ class BatchFeed:
         if not trainer.training:
             return distributed
         group = control_group()
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
 
         def agreed(announcement: Announcement) -> None:
             # Gradients that are being accumulated are not part of a checkpoint.
-            may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+            may_act = progress.current.processed % trainer.accumulate_grad_batches == 0
             self._signals.agree(announcement.flags, may_act=may_act)
             on_agreed(announcement)
 
@@ -146,24 +146,10 @@ def warn_of_repeats(trainer: pl.Trainer, loader: Any, batches: CountedBatchSampl
         )
 
 
-def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
-    """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
-
-    Raises:
-        ValueError: Lightning would lose a batch sampler or its own sampler, or there are too few samples to predict.
-    """
+def check_loaders(trainer: pl.Trainer) -> None:
+    """Raises ValueError for a loader whose batch sampler, or the sampler of that, Lightning would leave out."""
     for loader in given_loaders(trainer):
         kind = type(loader.batch_sampler)
-        if hasattr(loader.batch_sampler, "drop_last") and not hasattr(loader.batch_sampler, "__pl_saved_args"):
-            _, *others = inspect.signature(kind).parameters.values()
-            named = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-            if further := [name for name in named if name not in ("batch_size", "drop_last")]:
-                raise ValueError(
-                    f"{kind.__name__} cannot get the ranks' sampler, because of its further arguments "
-                    f"({', '.join(further)}): set defaults for them, return the loader from a hook such as "
-                    "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
-                    "each rank's batches"
-                )
         if loader.batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
             own = loader.batch_sampler.sampler
             if kind is BatchSampler and not trainer.predicting:
@@ -178,12 +164,6 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
                     f"{kind.__name__}: give the dataset only the samples to draw, or pass "
                     "Trainer(use_distributed_sampler=False) and a batch sampler with each rank's batches"
                 )
-        size = len(loader.sampler) if isinstance(loader.sampler, Sized) else num_replicas
-        if trainer.predicting and 0 < size < num_replicas:
-            raise ValueError(
-                f"predict: {size} samples, or whole batches, are fewer than {num_replicas} data ranks, and each rank "
-                f"needs one: predict on devices={size} or fewer"
-            )
 
 
 def complete_resumed_epoch(trainer: pl.Trainer) -> None:
@@ -203,17 +183,10 @@ def add_to_all(counts: Any, number: int) -> None:
         setattr(counts, name, getattr(counts, name) + number)
 
 
-def batches_trained_on(trainer: pl.Trainer) -> int:
-    """Batches of this epoch that were trained on."""
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    return int(progress.current.processed)
-
-
 def batches_to_skip(trainer: pl.Trainer) -> int:
     """Batches that a run which resumes within an epoch leaves out; none after the last batch of an epoch."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    is_within = trainer.fit_loop.restarting and not progress.is_last_batch
-    return batches_trained_on(trainer) if is_within else 0
+    return int(progress.current.processed) if trainer.fit_loop.restarting and not progress.is_last_batch else 0
 
 
 def global_batch_text(sizes: Sequence[int | None], trainer: pl.Trainer) -> str:

@@ -38,8 +38,8 @@ _ELEMENTWISE = (
     optim.RMSprop,
     optim.Rprop,
 )
-# An element's new value depends on the whole tensor: its rows and columns, its norm, which of its rows have gradients.
-_TENSORWISE = (optim.Adafactor, optim.Muon, optim.SparseAdam)
+# An element's new value depends on the whole tensor: its rows and columns, its norm.
+_TENSORWISE = (optim.Adafactor, optim.Muon)
 
 
 def split_of(optimizer: Optimizer) -> Split:

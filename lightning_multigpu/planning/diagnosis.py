@@ -59,7 +59,7 @@ def diagnose(
     Args:
         ranks: all ranks of the run, in order; at least one.
         pipeline: the figures of a pipeline, if the model is split into stages.
-        shards: the traffic of parameter servers, in the order of the servers.
+        shards: the bytes of parameter servers' shards of the weights, in the order of the servers.
         strategy: the run's strategy, whose options the remedies name.
         asynchronous: ranks do not wait for each other; the findings are the slowest rank's.
     """
@@ -293,8 +293,6 @@ def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions
 
 def _even_shards(strategy: StrategyOptions, num_servers: int) -> str:
     elementwise = "an optimizer of torch that updates each element by itself (SGD, Adam, AdamW)"
-    if (split := strategy.chosen.get("optimizer_split")) not in (None, "elements"):
-        return f'Leave optimizer_split="{split}" out: the parameters of {elementwise} are then cut evenly.'
     fewer = "name fewer servers" if "servers" in strategy.chosen else strategy.with_(num_servers=num_servers - 1)
     return (
         f"Use {elementwise}: its parameters are cut evenly. With another one, make the largest layer smaller, or take "

@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_multigpu.planning.numbers import number, size
+from lightning_multigpu.planning.scaling.machine_model import QUIET
 from lightning_multigpu.planning.scaling.ranking import Ranking
 from lightning_multigpu.planning.scaling.step_model import Prediction
 from lightning_multigpu.report.schema import as_json, attributes
@@ -18,7 +19,6 @@ from lightning_multigpu.report.terminal import narrow, say
 
 SCHEMA_VERSION = 1
 _BAR = 40
-_BUSY = 0.05
 _LIMITS = {"exposed communication": "comm.", "computation": "comp."}
 
 
@@ -36,6 +36,7 @@ def show(ranking: Ranking, picture_path: Path | None, json_path: Path | None) ->
 def print_ranking(console: Console, ranking: Ranking) -> None:
     """Prints the model, the table, the plot, what is impossible, and the explanation."""
     model, one = ranking.model, ranking.one
+    say(console, *_disturbances(ranking))
     batches = f", accumulate_grad_batches={one.candidate.accumulate}" if one.candidate.accumulate > 1 else ""
     say(
         console,
@@ -61,10 +62,18 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
         sent = ", ".join(f"{size(bytes_)} over the {link}" for link, bytes_ in first.sent_bytes.items())
         memory = f"{first.memory.kinds}, activations {size(first.activations_bytes)}"
         say(console, f"{first.candidate}: {memory}; sends {sent} a step")
-    if model.waiting > _BUSY:
-        busy = f"Other processes had the core for {100 * model.waiting:.0f} % of the measurement"
-        say(console, f"{busy}: repeat this on a quiet machine.")
     say(console, "", *ranking.explanation())
+
+
+def _disturbances(ranking: Ranking) -> list[str]:
+    """How much other processes took while the model and the machine were measured."""
+    worlds = {str(world) for each in ranking.predictions for world in (each.world,)}
+    shares = {f"the calibration of {world}": share for world, share in ranking.machine.disturbed.items()
+              if world in worlds} | {"the measurement of the model": ranking.model.disturbed}  # fmt: skip
+    busy = {what: share for what, share in shares.items() if share > QUIET}
+    lines = [f"warning: other processes took {100 * share:.0f} % of the processors during {what}"
+             for what, share in busy.items()]  # fmt: skip
+    return [*lines, "Times below may be wrong: repeat this on a quiet machine."] if lines else []
 
 
 def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:

@@ -52,7 +52,7 @@ class Collectives:
             hosts = groups.over([self._world.ranks], backend="gloo")
             assert hosts is not None
             self._hosts = self._metered(hosts, "world")
-        self._data = self._metered(groups.mesh.get_group("data"), "metrics")
+        self._data = self._metered(groups.data, "metrics")
 
     def control(self) -> dist.ProcessGroup:
         """All ranks, for small messages between hosts; a collective of the whole world."""

@@ -54,9 +54,8 @@ from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
-from lightning_multigpu.strategies.rank_run import check_callbacks_before_launch
+from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
 
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class DataParallelStrategy(SingleDeviceStrategy):
+class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
     """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
 
     It is ``dp`` as in PyTorch Lightning 1.9. No process starts, ``world_size`` is 1, and the loader's ``batch_size`` is
@@ -90,17 +89,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
     strategy_name = "dp"
     starts_ranks = False
     owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
-    # What needs no second rank is as in the strategies that start some; so are answers to callbacks that ask for more.
-    check_before_launch = staticmethod(check_callbacks_before_launch)
-    _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
-    checkpoint_io = MultiGPUStrategy.checkpoint_io
-    _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
-    _showing_parts = MultiGPUStrategy._showing_parts
-    on_validation_end = MultiGPUStrategy.on_validation_end
-    holds, held_bytes, _spare_bytes = MultiGPUStrategy.holds, MultiGPUStrategy.held_bytes, 0
-    newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end
-    server_statistics, split_plan = MultiGPUStrategy.server_statistics, MultiGPUStrategy.split_plan
-    record_stages, stage_record = MultiGPUStrategy.record_stages, MultiGPUStrategy.stage_record
 
     def __init__(
         self,
@@ -131,11 +119,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._threads: ReplicaThreads | None = None
         self._intra_op_threads: int | None = None
         self._seen: set[str] = set()  # the steps that have run
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def options(self) -> dict[str, Any]:

@@ -105,7 +105,7 @@ class HostAgents:
         Raises:
             ValueError: they have not; the message names the setting.
         """
-        for agent, theirs in enumerate(self._share(dict(settings))):
+        for agent, theirs in enumerate(self.share(dict(settings))):
             for name, value in settings.items():
                 if (other := theirs.get(name)) != value:
                     raise ValueError(f"{name}={value} here, {other} on host {agent}; run the same command on each host")
@@ -148,7 +148,7 @@ class HostAgents:
             placement=placement,
             threads=self._threads,
             store_port=self._port,
-            main_port=self._share(store and store.port)[0],
+            main_port=self.share(store and store.port)[0],
             job=f"{name}-{self._shared}",
             verbose=self._verbose,
             start_timeout_s=start_timeout_s,
@@ -156,7 +156,7 @@ class HostAgents:
         )
         return RankJob(self, seat, entry, settings, turns, store)
 
-    def _share(self, value: Any) -> list[Any]:
+    def share(self, value: Any) -> list[Any]:
         """The values of all agents, in their order, as JSON brings them."""
         number, agent = self._shared, self.placement.agent
         self._shared += 1

@@ -87,6 +87,8 @@ def _parser(name: str) -> OptionParser:
     add("--nodes", type=whole, nargs="+", metavar="N", help="numbers of hosts")
     add("--devices", type=whole, nargs="+", metavar="N", help="numbers of ranks on each host")
     add("--machine", type=Path, metavar="PATH", help="the machine.json of calibrate")
+    add("--profile", type=Path, metavar="PATH", help="the multigpu_report.json of a ProfilerReport(for_plan=True) on "
+        "one device, instead of a measurement")  # fmt: skip
     add("--preset", metavar="NAME", help="a machine by name, instead of --machine, such as a100_100gbit")
     add("--example", metavar="NAME", help="a model by name, instead of a configuration, such as "
         "gpt3_1.3b, on a --preset; or seed, the arithmetic of data parallel training")  # fmt: skip

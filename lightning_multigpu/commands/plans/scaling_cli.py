@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import yaml
 
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
-from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
+from lightning_multigpu.commands.plans.measured_model import measured_model, model_of, split_sizes
+from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
@@ -22,10 +24,11 @@ from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, moved,
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
 from lightning_multigpu.registry import STRATEGIES
-from lightning_multigpu.report import scaling_table
+from lightning_multigpu.report import document, scaling_table
+from lightning_multigpu.report.schema import ReportError
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
-from lightning_multigpu.strategies.steps.lone_steps import LoneStepsError
 
+_NO_SPLITS = "a profile of one device does not say what split layers send; leave --profile out"
 _OF_PRESETS = "of data sheets, at 50 % of its peak; beside publications such plans were off by -35 to +132 %"
 
 
@@ -71,26 +74,24 @@ class ScalingCLI(TrainingCLI):
             device=device,
             pipeline_options=strategy.pipeline_options if isinstance(strategy, PipelineStrategy) else None,
         )
-        print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
-        numbers = {int(c.options["num_micro_batches"]) for c in candidates if "num_micro_batches" in c.options}
+        names = [candidate.strategy for candidate in candidates]
         try:
-            profile = measured_model(
-                subject,
-                machine,
-                worlds,
-                [candidate.strategy for candidate in candidates],
-                num_micro_batches=sorted(numbers),
-                tell=lambda what: print(f"  {what}", file=sys.stderr, flush=True),
-            )
-        except LoneStepsError as error:
-            raise UsageError(str(error)) from error
+            if wanted.profile is not None:
+                profile = model_of(document.read(wanted.profile), refused={"tensor_split": _NO_SPLITS})
+            else:
+                print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
+                tell = partial(print, " ", file=sys.stderr, flush=True)
+                profile = measured_model(subject, split_sizes(worlds, names), tell=tell)
+        except (ShortRunError, ReportError, OSError) as error:
+            raise UsageError(f"{wanted.profile}: {error}" if wanted.profile else str(error)) from error
         if wanted.preset:
             profile = moved(profile, machine)
         self.ranking = ranked(profile, machine, candidates, worlds)
 
     def configuration(self) -> str:
         """The configuration that ``fit`` takes, with the strategy that is ranked first."""
-        settings, first = self._settings(), self.ranking.first
+        first, dump = self.ranking.first, self._subcommand_parsers["fit"].dump
+        settings = yaml.safe_load(dump(self.config["fit"], skip_none=False, format="yaml"))
         classes = {row.name: row for row in STRATEGIES}
         row = classes[first.candidate.strategy]
         options = {**row.options, **first.candidate.options}

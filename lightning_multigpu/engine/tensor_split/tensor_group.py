@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.hierarchy import Done, Pending
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.rank_ranges import ranks_text
@@ -33,6 +32,22 @@ _READ_TIMEOUT_S = 60
 
 Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
+
+
+class Pending(Protocol):
+    """A tensor that is being reduced."""
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, reduced."""
+
+
+class Done(NamedTuple):
+    """A tensor that is reduced."""
+
+    tensor: Tensor
+
+    def finish(self) -> Tensor:
+        return self.tensor
 
 
 class _OnStream(NamedTuple):
@@ -80,7 +95,8 @@ class TensorGroup:
     Patarasuk and Yuan (2009).
 
     Args:
-        group: the ranks, 2 or more.
+        group: the ranks, 2 or more; None for the first of ``size`` ranks without the others, for trials: it is always
+            :meth:`alone`.
         meter: counts every transfer, under the name of the layer.
         shared_memory: reduce CPU tensors through shared memory where the ranks can share it.
         readers: the same ranks over Gloo; for :meth:`agree_on_read`.
@@ -94,30 +110,31 @@ class TensorGroup:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         *,
+        size: int = 0,
         meter: Meter | None = None,
         shared_memory: bool = True,
         readers: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
         self._readers = readers
-        self.shows_parts = True
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self._is_alone = group is None
+        self.shows_parts = group is not None
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = size if group is None else dist.get_world_size(group)
         self.on_gather: Callable[[str, str], object] = lambda layer, operation: None
         self.observer: Callable[[str, str, int], object] | None = None
-        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
         self._meter = meter or Meter()
-        self._ranks = ranks_text(dist.get_process_group_ranks(group))
+        self._ranks = "" if group is None else ranks_text(dist.get_process_group_ranks(group))
         self._shared: SharedMemoryAllReduce | None = None
-        if shared_memory and not self._is_nccl:
+        if shared_memory and group is not None and not self._is_nccl:
             # Raised on all ranks, if some are on other hosts or in other containers.
             with contextlib.suppress(SharedMemoryUnavailableError):
                 self._shared = SharedMemoryAllReduce(group)
         self._work: queue.SimpleQueue[tuple[Future[Tensor], Tensor, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_alone = False
 
     def alone(self) -> AbstractContextManager[None]:
         """A block in which nothing is sent: a sum is this rank's own tensor, and the parts of other ranks are zeros.

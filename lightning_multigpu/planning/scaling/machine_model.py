@@ -97,6 +97,8 @@ class Machine:
         slowdown: ranks of a host that compute at once -> the time of a computation over its time alone.
         references: measured differences of strategies from their formulas.
         shares_cores: whether the hosts are emulated on one machine.
+        disturbed: by world, "2 x 1": the share of the processors, or GPUs, that other processes took during the
+            calibration.
         versions: of torch and of this package; empty for a preset.
     """
 
@@ -114,6 +116,7 @@ class Machine:
     references: Sequence[ReferenceCost] = ()
     codings: Sequence[Coding] = ()
     shares_cores: bool = False
+    disturbed: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -264,6 +267,10 @@ def from_json(text: str, path: str) -> Machine:
         return Machine(**document)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error}; calibrate again") from None
+
+
+QUIET = 0.05
+"""The share that other processes may take of a machine while it is measured; beyond, it is measured again."""
 
 
 def differences(machine: Machine, now: Mapping[str, str]) -> list[str]:

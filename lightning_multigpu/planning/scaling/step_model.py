@@ -24,8 +24,13 @@ from statistics import NormalDist
 from typing import Any
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
-from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, schedule_orders, step_time
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.schedule_order import (
+    LOOPED_SCHEDULES,
+    ScheduleName,
+    schedule_orders,
+    step_time,
+)
+from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
 from lightning_multigpu.planning.scaling.links import servers_s
 from lightning_multigpu.planning.scaling.machine_model import (
     FROM_OWNERS,
@@ -56,9 +61,6 @@ PIPELINES: dict[str, ScheduleName] = {
 }
 """Registered names of pipelines, and their schedules."""
 _SPAWNED = "_spawn"
-
-
-_NOTHING = HeldBytes(0, 0, 0)
 
 
 class ImpossibleError(ValueError):
@@ -106,7 +108,7 @@ class Prediction:
     other_s: float = 0.0
     uncertainty: float = 0.0
     samples: float = 0.0
-    memory: HeldBytes = _NOTHING
+    memory: HeldBytes = NOTHING
     activations_bytes: int = 0
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
 
@@ -303,7 +305,7 @@ class _Step:
             exposed_s=exposed_s / every,
             hidden_s=max(0.0, transfers_s - exposed_s),
             optimizer_s=optimizer_s,
-            uncertainty=self._uncertainty(phases, compute_s, exposed_s),
+            uncertainty=self._uncertainty(compute_s, exposed_s),
             samples=k * model.samples * world.size,
             memory=_data_parallel_memory(model, name, world),
             activations_bytes=model.activations_bytes,
@@ -332,7 +334,7 @@ class _Step:
             compute_s=compute_s,
             exposed_s=k * exposed_s,
             optimizer_s=phases.optimizer_s,
-            uncertainty=self._uncertainty(phases, compute_s, exposed_s),
+            uncertainty=self._uncertainty(compute_s, exposed_s),
             samples=k * self.model.samples,
             memory=part.held,
             activations_bytes=part.activations_bytes,
@@ -361,10 +363,9 @@ class _Step:
         both = {"candidate": self.candidate, "world": self.world, "input_s": k * phases.input_s, "other_s": other_s}
         return Prediction(**{**both, **parts})
 
-    def _phases(self, of: Mapping[int, Phases] | None = None) -> Phases:
+    def _phases(self, of: Phases | None = None) -> Phases:
         """The phases of a rank, or of its part, beside the other ranks of its machine."""
-        crowd = self.machine.crowd(self.world)
-        return self.model.at_once(crowd, self.machine.slowdown_of(crowd), of)
+        return (of or self.model.phases).times(self.machine.slowdown_of(self.machine.crowd(self.world)))
 
     def _transfers(
         self, name: str, options: Mapping[str, Any], bucket_bytes: float
@@ -409,18 +410,16 @@ class _Step:
 
         return compressed, {**memory, "network": network["network"] / coding.ratio}, 0.0
 
-    def _plan(self, num_stages: int) -> PipelinePlan:
-        """The measured pipeline with the most micro-batches up to those that the candidate asks for."""
-        name, options = self.candidate.strategy, self.candidate.options
-        wanted = 1 if name == "model_parallel" else options.get("num_micro_batches", 4 * num_stages)
-        fitting = [
-            plan
-            for plan in self.model.pipelines
-            if (len(plan.memory), plan.schedule) == (num_stages, PIPELINES[name]) and plan.num_micro_batches <= wanted
-        ]
-        if not fitting:
-            raise ImpossibleError(f"no pipeline of {num_stages} stages is known")
-        return max(fitting, key=lambda one: one.num_micro_batches)
+    def _plan(self, num_ranks: int) -> PipelinePlan:
+        """The pipeline over ``num_ranks`` that the candidate asks for, of a sample a micro-batch or more."""
+        name, options, model = self.candidate.strategy, self.candidate.options, self.model
+        if model.chain is None:
+            raise ImpossibleError(model.refused.get("pipelines", "its layers were not measured"))
+        schedule = PIPELINES[name]
+        wanted = 1 if name == "model_parallel" else options.get("num_micro_batches", 4 * num_ranks)
+        a_rank = options.get("stages_per_rank") or (2 if schedule in LOOPED_SCHEDULES else 1)
+        number, balance = max(1, min(wanted, model.samples)), options.get("balance", model.chain.balance)
+        return model.chain.plan(schedule, num_ranks, a_rank, number, model.samples, balance)
 
     def _staged(self, plan: PipelinePlan, factor: float) -> Prediction:
         """A pipeline over all ranks; ``factor`` multiplies the time of each pass.
@@ -431,7 +430,7 @@ class _Step:
         machine, world, k = self.machine, self.world, self.candidate.accumulate
         ranks, micro_batches, stages = len(plan.memory), plan.num_micro_batches, plan.stages
         crowd = round(min(machine.crowd(world), machine.cores(World(1, world.devices))))
-        phases = self.model.at_once(crowd, machine.slowdown_of(crowd))
+        phases = self.model.phases.times(machine.slowdown_of(crowd))
         both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
         cost = machine.reference("pipeline_1f1b", world)
         tensors_s = micro_batches * len(self.model.gradients) * cost.tensor_s
@@ -465,7 +464,7 @@ class _Step:
             exposed_s=k * (total_s - without_s),
             bubble_s=k * (without_s - busy_s),
             optimizer_s=phases.optimizer_s * share,
-            uncertainty=max(plan.spread / 2, self._uncertainty(phases, busy_s, total_s - without_s)),
+            uncertainty=self._uncertainty(busy_s, total_s - without_s),
             samples=k * self.model.samples,
             memory=HeldBytes(fullest.parameters_bytes, fullest.gradients_bytes, fullest.optimizer_bytes),
             activations_bytes=fullest.activations_bytes + fullest.recomputed_bytes,
@@ -515,12 +514,12 @@ class _Step:
         activations = split.activations_bytes / max(1, model.activations_bytes)
         return replace(base, memory=held, activations_bytes=round(activations * base.activations_bytes))
 
-    def _uncertainty(self, phases: Phases, compute_s: float, exposed_s: float) -> float:
-        """The uncertainty: the spread of the measured steps, and what is not known about the transfers."""
+    def _uncertainty(self, compute_s: float, exposed_s: float) -> float:
+        """The uncertainty: what others took during the measurements, and what is not known about the transfers."""
         share = exposed_s / (compute_s + exposed_s) if exposed_s else 0.0
         measured = any(each.world == self.world for each in self.machine.references)
         transfers = share * (0.1 if measured else 0.3)
-        return sqrt(_LEAST_UNCERTAINTY**2 + (phases.spread / 2) ** 2 + transfers**2)
+        return sqrt(_LEAST_UNCERTAINTY**2 + self.model.disturbed**2 + transfers**2)
 
 
 def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:

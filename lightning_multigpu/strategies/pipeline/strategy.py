@@ -84,7 +84,7 @@ class PipelineStrategy(MultiGPUStrategy):
             all. By default the ranks whose stages use a parameter hold it. Name the parameters with which hooks
             outside of steps compute on every rank.
         verify_steps: so many steps are computed on the first batch, before it trains, by the pipeline and by one
-            process that has a copy of the model; the run ends if their gradients differ, or if losses and gradients of
+            process that has the whole model; the run ends if their gradients differ, or if losses and gradients of
             micro-batches do not add up to those of the batch. Repeated in the second epoch, and when the loss has a new
             term, or other parameters or optimizers train. 0 compares nothing, and accepts a loss that couples samples.
         batch_dim: the dimension of a training batch's tensors that counts samples; tensors are cut into micro-batches
@@ -245,7 +245,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def teardown(self) -> None:
         if self._running is not None:
-            self._running.agreement.hide_gradients()
+            self._running.clipping.hide_gradients()
         release(map(plain_optimizer, self.optimizers))
         try:
             gathers = self._running is not None and not self.failure_watch.failed
@@ -309,7 +309,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         pipeline, accumulating = self._pipeline, self._accumulating
-        pipeline.agreement.hide_gradients()
+        pipeline.clipping.hide_gradients()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
         multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
@@ -317,17 +317,17 @@ class PipelineStrategy(MultiGPUStrategy):
         with self.steps.weighing(), self._showing_parts(), counting:
             outputs = pipeline.train(multiplier=float(multiplier), accumulating=accumulating)
         pipeline.outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
-        with pipeline.agreement.gradients_for("on_after_backward"):
+        with pipeline.clipping.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self._module)
         self.post_backward(multiplier)
         if not accumulating:
-            pipeline.agreement.show_gradients_until_step()
+            pipeline.clipping.show_gradients_until_step()
         return multiplier
 
     @override
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        with self._pipeline.agreement.stepping(), nullcontext() if self._axis is None else self._axis.layers.stepping():
+        with self._pipeline.clipping.stepping(), nullcontext() if self._axis is None else self._axis.layers.stepping():
             yield
 
     @contextmanager

@@ -74,7 +74,6 @@ class UserSteps:
         draws = nullcontext() if is_alike else self._draws.drawn(strategy.root_device, strategy.data_parallel_rank)
         with self.recomputing(), self.weighing(), self._uncounted(), draws:
             yield
-        strategy.common.values.look()
 
     def weighing(self) -> AbstractContextManager[None]:
         """Within the block :attr:`weighs` is true, unless losses are sums."""

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.hugging_face import saving_whole
 from lightning_multigpu.engine.optimizer_state import held_states
+from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
@@ -32,7 +33,6 @@ from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, user_line
-from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes

@@ -9,7 +9,6 @@ from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -32,8 +31,6 @@ from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.steps.dry_run import rounding, traceless, unlogged_loss
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
+class TensorSplitStrategy(RingDDPStrategy):
     """Tensor parallel training: each rank holds and computes a part of each large layer, of the same batch.
 
     The layers are split on the first training batch, where ``training_step`` computes on parts of tensors; see
@@ -85,7 +82,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             an optimizer needs whole tensors, or split layers have other gradients than whole ones.
     """
 
-    @option_checks.takes_options_of(RingDDPStrategy)
+    name_with_spawn = None
+
     def __init__(
         self,
         *,
@@ -101,16 +99,13 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             if size is not None:
                 option_checks.check_number(name, size, whole=True)
         check_plan(plan)
-        averaging = option_checks.own_options(RingDDPStrategy, options)
-        self.averaging = AveragedGradients(self, averaging, options)
-        if (compressor := self.averaging.transport.compressor) is not None:
+        super().__init__(**options)
+        if (compressor := self._transport.compressor) is not None:
             raise ValueError(
                 f"compression={compressor!r}: parameters that the ranks of a tensor group hold alike would drift "
                 "apart, compressed with other parts on each rank; leave it out, or use "
                 "HybridStrategy(pipeline_parallel_size=1, compression=...)"
             )
-        options = {name: value for name, value in options.items() if name not in averaging}
-        super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
         self._verify_steps = verify_steps
@@ -178,10 +173,10 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     def model_to_device(self) -> None:
         super().model_to_device()
         module = self._module
-        self.common.share_values(self.collectives.world)
+        self._share_values(self.collectives.world)
         first = self.global_rank - self.tensor_parallel_rank
         hosts = {rank // self.num_processes for rank in (first, first + self.tensor_parallel_size - 1)}
-        shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
+        shared_memory = self._transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
         self._tensor, self._peers = open_tensor_group(self, shared_memory=shared_memory)
         self._tensor.shows_parts = False
         self._layers = SplitLayers(module, self._tensor, self._plan)
@@ -198,7 +193,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> Any:
         if self.data_parallel_size > 1:
-            self.averaging.open()
+            self._open()
         return model  # DDP's buckets are made of the parts, once layers are split
 
     @override
@@ -261,8 +256,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             )
         self._split_plan = plan
         rank_zero_info(summary(plan))
-        if self.averaging.reducer is not None:
-            self.model = self.averaging.wrap(module)
+        if self.reducer is not None:
+            self.model = self._wrapped(module)
 
     @override
     def split_plan(self) -> SplitPlan | None:

