@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.shared_memory.segment import mapped
-from lightning_multigpu.communication.tensors import alike, marks_of
+from lightning_multigpu.communication.tensors import alike, marks_of, same_bytes
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.engine.parameter_server.pair import Reply, Room, cut
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, Request
@@ -54,7 +54,7 @@ class _Part:
         room: the memory for them, which the server offers.
         ready: the parameters of which backward has the gradient.
         pushed: the gradients that were pushed for the next step, with their marks; None if none were.
-        sums: checksums of the weights that came, by which a hook's change of them is seen; on worker 0.
+        sums: checksums of weights on a GPU that came, on worker 0; those on the host are compared with the room's.
     """
 
     number: int
@@ -77,6 +77,20 @@ class _Part:
     def joined(self) -> Tensor:
         """The weights of all pieces, flat, on the host."""
         return torch.cat([weights.cpu() for weights in self.weights()])
+
+    def note_weights(self, *, is_in_room: bool) -> None:
+        """On worker 0: notes the weights of now, as :meth:`has_changed` compares them with those of later."""
+        if self.device.type != "cpu":
+            self.sums = checksums(self.weights())
+        elif not is_in_room:
+            self.room.into.copy_(self.joined())
+
+    def has_changed(self) -> bool:
+        """Whether a hook has changed weights since they were noted."""
+        if self.device.type != "cpu":
+            return checksums(self.weights()) != self.sums
+        noted = [self.room.into[piece.offset : piece.end] for _, piece in self.pieces]
+        return not all(same_bytes(*pair) for pair in zip(self.weights(), noted, strict=True))
 
     def gradients(self) -> list[Any]:
         """The gradients of now, with their marks."""
@@ -178,20 +192,19 @@ class ServerTransport:
             self.pull()
 
     def _make_parts(self, parameters: list[Parameter]) -> None:
-        """Cuts parameters of one dtype and device into the parts of buckets that servers have."""
+        """Cuts parameters of one dtype and device into parts that travel together."""
         placed = bucket_parts(
             [parameter.numel() for parameter in parameters],
             self._servers.job.num_servers,
             self._split,
             full_numel=self._bucket_bytes / parameters[0].dtype.itemsize,
         )
-        for server, pieces in (each for by_server in placed for each in enumerate(by_server)):
+        for server, pieces in placed:
             number = next(self._servers.numbers_of_parts)
-            if pieces:
-                part = _Part(number, server, [(parameters[piece.number], piece) for piece in pieces])
-                self._parts.append(part)
-                for index, (parameter, _) in enumerate(part.pieces):
-                    self._pieces.setdefault(parameter, []).append((part, index))
+            part = _Part(number, server, [(parameters[piece.number], piece) for piece in pieces])
+            self._parts.append(part)
+            for index, (parameter, _) in enumerate(part.pieces):
+                self._pieces.setdefault(parameter, []).append((part, index))
         for parameter in parameters:
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]][1].start)
             self._hooks.append(call_on_gradient(parameter, self._gradient_is_ready))
@@ -221,12 +234,17 @@ class ServerTransport:
             for part, out, into in zip(parts, pushed, pulled, strict=True):
                 part.room = Room(self._servers.pairs[server], part.number, out, into)
                 part.room.expect()
-                part.sums = checksums(part.weights()) if is_first else []
+                if is_first:
+                    part.note_weights(is_in_room=self._sees_weights(part))
 
     def _changed(self) -> list[_Part]:
         """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
         parts = self._parts if self._servers.worker == 0 else []
-        return [part for part in parts if checksums(part.weights()) != part.sums]
+        return [part for part in parts if part.has_changed()]
+
+    def _sees_weights(self, part: _Part) -> bool:
+        """Whether the room has the weights of the server themselves."""
+        return self._servers.job.is_synchronous and part.room.pair.shares_memory
 
     # Push
 
@@ -327,7 +345,7 @@ class ServerTransport:
                 servers.pairs[server].send(total)
             self._take_weights(parts, answers)
             for part in changed:
-                part.sums = checksums(part.weights())
+                part.note_weights(is_in_room=self._sees_weights(part))
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
         for part in parts:
@@ -344,7 +362,7 @@ class ServerTransport:
                 fill(parameter, piece, weights[piece.offset : piece.end])
             part.room.expect()
             if self._servers.worker == 0:  # while others are on their way
-                part.sums = checksums(part.weights())
+                part.note_weights(is_in_room=True)
         self.version = max([self.version, *[answer.get() for answer in answers.values()]])
 
     @torch.no_grad()
@@ -361,7 +379,7 @@ class ServerTransport:
         changed = self._changed()
         for part in changed:
             self._servers.tell(part.server, "replace", self._number, {part.number: part.joined()})
-            part.sums = checksums(part.weights())
+            part.note_weights(is_in_room=False)
         return bool(changed)
 
     # States
