@@ -176,7 +176,8 @@ class Server:
                 else:
                     answers = {worker: self._answer(worker, *message) for worker, message in messages.items()}
                 for worker, answer in answers.items():
-                    self._pairs[worker].send(answer)
+                    if messages[0][0] not in _WITHOUT_ANSWER:
+                        self._pairs[worker].send(answer)
         except Exception as error:
             self.end(_problem_of(error))
 

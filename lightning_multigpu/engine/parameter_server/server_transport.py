@@ -69,6 +69,7 @@ class _Part:
     def __post_init__(self) -> None:
         self.dtype, self.device = self.pieces[0][0].dtype, self.pieces[0][0].device
         self.numel = sum(piece.numel for _, piece in self.pieces)
+        self.nbytes = self.numel * self.dtype.itemsize
 
     def weights(self) -> list[Tensor]:
         """The weights of each piece, flat."""
@@ -150,7 +151,7 @@ class ServerTransport:
         """The bytes of weights that each server has."""
         found = [0] * self._servers.job.num_servers
         for part in self._parts:
-            found[part.server] += part.numel * part.dtype.itemsize
+            found[part.server] += part.nbytes
         return found
 
     @property
@@ -258,13 +259,13 @@ class ServerTransport:
     def _push(self, part: _Part) -> None:
         part.pushed = part.gradients()
         part.num_pushes += 1
-        (gradients, event), room, size_bytes = self._on_host(part), part.room, part.numel * part.dtype.itemsize
+        (gradients, event), room = self._on_host(part), part.room
         transfer = self._servers.meter.begin(
             "push",
             group="servers",
             group_size=self._servers.job.num_workers,
-            size_bytes=size_bytes,
-            memory_bytes=size_bytes if room.pair.shares_memory else 0,
+            size_bytes=part.nbytes,
+            memory_bytes=part.nbytes if room.pair.shares_memory else 0,
             awaited=False,
         )
 
@@ -321,12 +322,13 @@ class ServerTransport:
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
+        self._replace(changed)
         # Frozen parameters are neither pushed nor pulled.
         parts = [part for part in self._parts if any(p.requires_grad or p.grad is not None for p, _ in part.pieces)]
         for part in parts if is_first or not update.is_whole else ():
             if part.is_stale():  # backward has not pushed it, or it has changed
                 self._push(part)
-        start_s, size_bytes = servers.meter.now(), sum(part.numel * part.dtype.itemsize for part in parts)
+        start_s, size_bytes = servers.meter.now(), sum(part.nbytes for part in parts)
         with servers.meter.begin("pull", group="servers", group_size=servers.job.num_workers, size_bytes=size_bytes):
             norms = update.clip_norm is not None and servers.job.num_servers > 1 and (is_first or not is_synchronous)
             squares = {server: servers.pairs[server].expect() for server in self._asked if norms}
@@ -334,9 +336,7 @@ class ServerTransport:
             for server in self._asked:
                 own = [part for part in parts if part.server == server]
                 pushed = {part.number: (part.num_pushes, [p.grad is not None for p, _ in part.pieces]) for part in own}
-                weights = {part.number: part.joined() for part in changed if part.server == server}
-                request = Request(update, pushed, values, weights)
-                answers[server] = servers.ask(server, "step", self._number, request)
+                answers[server] = servers.ask(server, "step", self._number, Request(update, pushed, values))
             for server, future in self._pushing:
                 with answers[server].arriving():
                     future.result()
@@ -344,8 +344,6 @@ class ServerTransport:
             for server in squares:
                 servers.pairs[server].send(total)
             self._take_weights(parts, answers)
-            for part in changed:
-                part.note_weights(is_in_room=self._sees_weights(part))
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
         for part in parts:
@@ -377,10 +375,14 @@ class ServerTransport:
             Whether there were any: a hook or a checkpoint has changed them.
         """
         changed = self._changed()
-        for part in changed:
-            self._servers.tell(part.server, "replace", self._number, {part.number: part.joined()})
-            part.note_weights(is_in_room=False)
+        self._replace(changed)
         return bool(changed)
+
+    def _replace(self, changed: Iterable[_Part]) -> None:
+        """Sends weights that a hook has changed."""
+        for part in changed:
+            self._servers.tell(part.server, "replace", self._number, part.number, part.joined())
+            part.note_weights(is_in_room=self._sees_weights(part))
 
     # States
 
