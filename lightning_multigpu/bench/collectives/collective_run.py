@@ -27,7 +27,7 @@ from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers, Op
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.communication.metering.clocks import clock_of
-from lightning_multigpu.job.shared_gpus import ask_nccl_to_share, rank_devices, refusal_of_nccl, share_a_gpu
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, rank_devices, share_a_gpu, sharing_backend
 from lightning_multigpu.report.statistics import Spread
 
 OK = "ok"
@@ -206,15 +206,13 @@ def join(implementation: Implementation, device_type: str, timeout_s: float, sea
     """Makes the default group of the ranks; returns the device of this one.
 
     Raises:
-        RuntimeError: ranks are to share a GPU, and this NCCL, whose own message does not say so, refuses.
+        RuntimeError: ranks are to share a GPU over NCCL, whose own message does not say what it needs.
     """
     devices = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))
     device = devices[seat.local_rank]
     is_nccl = implementation.backend == "nccl"
-    if is_nccl and share_a_gpu(devices):
-        ask_nccl_to_share()
-        if (refusal := refusal_of_nccl()) is not None:
-            raise RuntimeError(refusal)
+    if is_nccl and share_a_gpu(devices) and sharing_backend() != "nccl":
+        raise RuntimeError(f"ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 is set")
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(

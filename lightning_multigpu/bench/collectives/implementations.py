@@ -115,7 +115,7 @@ def ring_ddp(kind: str, group: dist.ProcessGroup, ranks_per_host: int) -> dict[s
 def compressed(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, Call]:
     """The all-reduce of ``ring_ddp(compression="bf16")`` between hosts. The bench's numbers are exact in bf16."""
     from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
-    from lightning_multigpu.communication.compression.factory import make_compressor
+    from lightning_multigpu.communication.compression.compressors import make_compressor
 
     all_reduce = CompressedAllReduce(group, make_compressor("bf16"))
 

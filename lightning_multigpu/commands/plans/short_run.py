@@ -22,7 +22,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from typing_extensions import override
 
 from lightning_multigpu.callbacks import ProfilerReport
-from lightning_multigpu.engine.tensor_split.blocks import find_blocks, find_pairs
+from lightning_multigpu.engine.tensor_split.blocks import find_blocks
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials
 from lightning_multigpu.report.document import RunDocument
@@ -208,6 +208,6 @@ def _split(module: pl.LightningModule, group: TensorGroup, step: Any) -> None:
         optimizes_manually=not module.automatic_optimization,
     )
     trials = Trials(run)
-    trials.run(partial(find_blocks, module), partial(find_pairs, module))
+    trials.run(partial(find_blocks, module))
     if not trials.split:
         raise ShortRunError("no layer can be split")

@@ -177,9 +177,3 @@ def test_a_mistake_of_this_package_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delattr(TensorGroup, "all_reduce")
     with pytest.raises(AttributeError, match="all_reduce"):
         planned(fused)
-
-
-def test_a_split_of_little_warns() -> None:
-    """Each rank held 98 per cent of the parameters, and nothing said so."""
-    with pytest.warns(UserWarning, match="less than a tenth: name more layers by plan="):
-        planned(lambda: Language(nn.Linear(WIDTH, 64 * WIDTH), nn.Softmax(-1), nn.Linear(64 * WIDTH, WIDTH)))
