@@ -190,7 +190,13 @@ class FirstPart(OneDevice):
             _split(module, self._group, partial(module.training_step, *args, **kwargs))
         self.collectives = sent  # of this batch: its backward adds to them
         self._group.observer = lambda operation, name, size_bytes: sent.append((operation, size_bytes))
-        return super().training_step(*args, **kwargs)
+        with self._group.showing(parts=False):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._group.showing(parts=True):  # within a step that optimizes manually, too
+            return super().optimizer_step(*args, **kwargs)
 
 
 def _split(module: pl.LightningModule, group: TensorGroup, step: Any) -> None:
