@@ -40,7 +40,7 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
     )
     table = narrow()  # all columns fit on 80 characters
     table.add_column("strategy", overflow="fold", min_width=20)
-    for title in ("nodes\nx ranks", "step\nms", "x one", "eff.", "comm.", "bubble", "memory"):
+    for title in ("nodes\nranks", "step\nms", "x one", "eff.", "comm.", "bubble", "memory"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     for each in [*ranking.predictions, *ranking.too_large]:
@@ -74,7 +74,7 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
 
     candidate = each.candidate
     mesh = " x ".join(str(size) for size in candidate.options.values())
-    options = [f"  {option}={value}" for option, value in candidate.options.items()]
+    options = [f" {option}={value}" for option, value in candidate.options.items()]
     return [
         f"hybrid {mesh}" if candidate.strategy == "hybrid" else "\n".join([candidate.strategy, *options]),
         str(each.world),

@@ -71,7 +71,7 @@ class WithoutPairs(Module):
 def _measured(make: type[L.LightningModule], sizes: tuple[int, ...]) -> ModelProfile:
     module = make()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    settings = {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": 2}
+    settings = {"accelerator": "cpu", "max_epochs": 1, "accumulate_grad_batches": 2, "limit_train_batches": 0.5}
     subject = PlannedModule(
         module=module, datamodule=None, trainer_settings=settings, callbacks=[], device=torch.device("cpu")
     )

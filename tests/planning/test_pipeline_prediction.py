@@ -39,30 +39,6 @@ def test_stages_are_those_of_training() -> None:
     assert found.one_device_s == 0.75 + 5 * 3 + 15
 
 
-@pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 3), ("1f1b", 2)])
-def test_memory_of_the_rank_that_needs_most(schedule: str, in_flight: int) -> None:
-    parts = [PartCost(saved_bytes=1), PartCost(0, 0, 5, 60), PartCost(0, 1, 5, 10), PartCost(saved_bytes=2)]
-    found = planned(schedule, parts, [1, 1])
-    last_rank, rank_zero = found.memory
-    assert last_rank.activations_bytes == in_flight * 61
-    assert rank_zero.activations_bytes == (3 if schedule == "gpipe" else 1) * (5 + 10 + 2)
-    assert found.largest_memory is last_rank
-    assert last_rank.total == 1 + 4 * (5 + 10) + in_flight * 61
-
-
-def test_memory_of_all_stages_of_a_rank() -> None:
-    """Two micro-batches are in memory, but of the last stage one, whose backward follows at once.
-
-    One layer of a rank runs again at a time.
-    """
-    inner = [PartCost(0, 0, 5, 10, 0, again) for again in (70, 10, 30, 80, 20)]
-    parts = [PartCost(saved_bytes=1), *inner, PartCost(saved_bytes=2)]
-    last_rank, rank_zero = planned("interleaved", parts, [1, 2, 1, 1], stages_per_rank=2, num_micro_batches=2).memory
-    assert last_rank.activations_bytes == 2 * (1 + 10) + 2 * (5 + 10)
-    assert rank_zero.activations_bytes == 2 * (5 + 20) + (5 + 10 + 2)
-    assert (last_rank.recomputed_bytes, rank_zero.recomputed_bytes) == (80, 30)
-
-
 @pytest.mark.parametrize(
     ("samples", "forward_s", "saved_bytes"), [(1, 1.0, 10), (4.5, 4.5, 45), (8, 8.0, 80), (16, 16.0, 160)]
 )

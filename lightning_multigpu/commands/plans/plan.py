@@ -55,7 +55,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             raise UsageError(f"--example={example}: name a machine by --preset: {', '.join(MACHINES)}")
     if options.preset is not None:
         options.preset = names_of("preset", [options.preset], MACHINES)[0]
-    check_directories(options, "json", "write")
+    check_directories(options, "json")
     if options.strategies is not None:
         options.strategies = strategies_of(options.strategies)
         names = [each.partition(":")[0] for each in options.strategies]
@@ -81,6 +81,5 @@ def _parser(name: str) -> OptionParser:
         "gpt3_1.3b, on a --preset; or seed, the arithmetic of data parallel training")  # fmt: skip
     add("--batch", type=whole, metavar="B", help="samples of a rank's batch of the --example")
     add("--link-gbit", type=above_0, metavar="G", help="bandwidth between neighbouring devices, in Gbit/s")
-    add("--write", type=Path, metavar="PATH", help="write the best configuration there")
     add("--json", type=Path, metavar="PATH", help="write the plan there too")
     return parser

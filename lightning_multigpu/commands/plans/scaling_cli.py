@@ -11,7 +11,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import yaml
 
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, read, this_machine
@@ -48,9 +47,6 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     if wanted.preset:
         print(f"The model was measured here, the machine was not: its figures are {_OF_PRESETS}")
     scaling_table.show(cli.ranking, wanted.json)
-    if wanted.write is not None:
-        wanted.write.write_text(cli.configuration())
-        print(f"Configuration of {cli.ranking.first.candidate}: {wanted.write}")
     return 0
 
 
@@ -66,6 +62,12 @@ class ScalingCLI(TrainingCLI):
         device = (getattr(strategy, "parallel_devices", None) or [strategy.root_device])[0]
         machine = machine_of(wanted, device.type)
         worlds = _worlds(wanted, machine, machine.devices if wanted.preset else max(2, trainer.num_devices))
+        for crowd in sorted({machine.crowd(world) for world in worlds} - {1, *machine.slowdown}):
+            print(
+                f"warning: how much slower {crowd} ranks of one machine compute side by side was not measured; "
+                f"'{PROGRAM} calibrate --devices {crowd}' measures it",
+                file=sys.stderr,
+            )
         candidates = _candidates(wanted, trainer.accumulate_grad_batches)
         subject = PlannedModule(
             module=model,
@@ -87,20 +89,6 @@ class ScalingCLI(TrainingCLI):
         except (ShortRunError, ReportError, OSError) as error:
             raise UsageError(f"{wanted.profile}: {error}" if wanted.profile else str(error)) from error
         self.ranking = _ranked(moved(profile, machine) if wanted.preset else profile, machine, candidates, worlds)
-
-    def configuration(self) -> str:
-        """The configuration that ``fit`` takes, with the strategy that is ranked first."""
-        first, dump = self.ranking.first, self._subcommand_parsers["fit"].dump
-        settings = yaml.safe_load(dump(self.config["fit"], skip_none=False, format="yaml"))
-        classes = {row.name: row for row in STRATEGIES}
-        row = classes[first.candidate.strategy]
-        options = {**row.options, **first.candidate.options}
-        trainer = settings["trainer"]
-        trainer["strategy"] = (
-            {"class_path": row.class_path, "init_args": options} if first.candidate.options else row.name
-        )
-        trainer["devices"], trainer["num_nodes"] = first.world.devices, first.world.nodes
-        return yaml.safe_dump(settings, sort_keys=False)
 
 
 def _of_example(wanted: argparse.Namespace) -> Ranking:

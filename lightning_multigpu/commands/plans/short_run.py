@@ -36,7 +36,8 @@ _SETTINGS: dict[str, Any] = {
     "devices": 1, "num_nodes": 1, "use_distributed_sampler": False, "max_epochs": -1, "max_steps": -1, "max_time": None,
     "min_epochs": None, "min_steps": None, "logger": False, "enable_checkpointing": False, "profiler": None,
     "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
-    "fast_dev_run": False, "barebones": False,
+    "fast_dev_run": False, "barebones": False, "limit_train_batches": None, "val_check_interval": None,
+    "check_val_every_n_epoch": 1, "overfit_batches": 0.0,
 }  # fmt: skip
 """Options of a Trainer that writes nothing, and does not end by itself."""
 
@@ -189,7 +190,13 @@ class FirstPart(OneDevice):
             _split(module, self._group, partial(module.training_step, *args, **kwargs))
         self.collectives = sent  # of this batch: its backward adds to them
         self._group.observer = lambda operation, name, size_bytes: sent.append((operation, size_bytes))
-        return super().training_step(*args, **kwargs)
+        with self._group.showing(parts=False):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._group.showing(parts=True):  # within a step that optimizes manually, too
+            return super().optimizer_step(*args, **kwargs)
 
 
 def _split(module: pl.LightningModule, group: TensorGroup, step: Any) -> None:

@@ -98,12 +98,3 @@ def synchronise(device: torch.device) -> None:
     """Returns when the device has completed all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``work`` takes until its results are in the device's memory."""
-    synchronise(device)
-    start_s = time.perf_counter()
-    work()
-    synchronise(device)
-    return time.perf_counter() - start_s

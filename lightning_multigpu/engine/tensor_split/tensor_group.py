@@ -120,7 +120,7 @@ class TensorGroup:
         self.group = group
         self._readers = readers
         self._is_alone = group is None
-        self.shows_parts = group is not None
+        self.shows_parts = True
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = size if group is None else dist.get_world_size(group)
         self.on_gather: Callable[[str, str], object] = lambda layer, operation: None

@@ -10,7 +10,7 @@ A data-parallel step on each rank::
 While a transfer runs, backward proceeds at ``1 - busy`` of its speed, where ``busy`` is the share of a core that moves
 the bytes. Buckets fill in the order in which gradients become ready, as in Li et al. 2020, "PyTorch Distributed",
 section 3.2. Pipelines follow the orders of :mod:`..pipelines.schedule_order`, each pass with the fixed time that the
-machine's calibration found. Ranks that share cores are slower by a measured factor. Every strategy adds what its
+machine's calibration found. Ranks of one machine are slower by a measured factor. Every strategy adds what its
 calibration found beyond its formula: see :class:`.ReferenceCost`.
 """
 
@@ -420,8 +420,8 @@ class _Step:
         schedule = PIPELINES[name]
         wanted = 1 if name == "model_parallel" else options.get("num_micro_batches", 4 * num_ranks)
         a_rank = options.get("stages_per_rank") or (2 if schedule in LOOPED_SCHEDULES else 1)
-        number, balance = max(1, min(wanted, model.samples)), options.get("balance", model.chain.balance)
-        return model.chain.plan(schedule, num_ranks, a_rank, number, model.samples, balance)
+        samples, balance = max(1, model.samples), options.get("balance", model.chain.balance)
+        return model.chain.plan(schedule, num_ranks, a_rank, min(wanted, samples), samples, balance)
 
     def _staged(self, plan: PipelinePlan, factor: float) -> Prediction:
         """A pipeline over all ranks; ``factor`` multiplies the time of each pass.
