@@ -29,7 +29,7 @@ class OwnedOptimizers:
         self.steps: dict[Optimizer, OwnedStep[Any]] = {}
         self.methods: PluginMethods | None = None  # of the precision plugin, that are replaced until the end
         self._accumulates = False
-        self._note_averages: Callable[[], object] = lambda: None
+        self._note_averages: Callable[[], object] | None = None
 
     @property
     def transports(self) -> list[Any]:
@@ -94,7 +94,7 @@ class OwnedOptimizers:
             self.methods.end()
         for step in self.steps.values():
             step.close()
-        self.steps, self.methods = {}, None
+        self.steps, self.methods, self._note_averages = {}, None, None
 
     # Training
 
@@ -120,7 +120,8 @@ class OwnedOptimizers:
         if not self._accumulates:
             for step in self.steps.values():
                 step.average_gradients()
-            self._note_averages()
+            if self._note_averages is not None:
+                self._note_averages()
         yield
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
