@@ -298,9 +298,10 @@ class PartsCheck:
                         buffer.copy_(value)
                     losses.append(self.run(part, next(weights), seed))
                 for (name, parameter), value in zip(parameters.items(), before, strict=False):
-                    change = _wide(parameter) - _wide(value)
-                    if norm_of(change) > _exact(value) * norm_of(_wide(value)):
-                        left[name] = change
+                    if not torch.equal(parameter.detach().cpu(), value):
+                        change = _wide(parameter) - _wide(value)
+                        if norm_of(change) > _exact(value) * norm_of(_wide(value)):
+                            left[name] = change
         return _Outcome(take_gradients(self.module), [each for each in losses if isinstance(each, Tensor)], left)
 
     def _agree(self, one: _Outcome, other: _Outcome) -> bool:
