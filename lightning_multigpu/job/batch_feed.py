@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence, Sized
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import (
@@ -20,7 +19,7 @@ from torch.utils.data import (
 )
 
 from lightning_multigpu._lightning_internals import forget_loader_states, given_loaders, places_sampler
-from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.agreement import (
     AgreedLoader,
     Announcement,
@@ -52,6 +51,7 @@ class BatchFeed:
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
         self._signals = signals
+        self.announcer: Announcer | None = None  # in training
 
     def distribute(
         self,
@@ -60,17 +60,16 @@ class BatchFeed:
         *,
         rank: int,
         num_replicas: int,
-        meter: Meter,
-        control_group: Callable[[], dist.ProcessGroup],
+        group: MeteredGroup,
         ranks_a_batch: int,
         common: Callable[[], float],
         on_agreed: Callable[[Announcement], None],
     ) -> Any:
         """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
 
-        In training all ranks agree on each batch over ``control_group()``, also the ``ranks_a_batch`` of each data
-        rank; ``common`` and ``on_agreed`` are those of :class:`.AgreedLoader`. Prediction keeps Lightning's own
-        sampler, which repeats nothing and keeps the indices for writers.
+        In training all ranks agree on each batch over ``group``, also the ``ranks_a_batch`` of each data rank;
+        ``common`` is that of :class:`.Announcer`, and ``on_agreed`` of :class:`.AgreedLoader`. Prediction keeps
+        Lightning's own sampler, which repeats nothing and keeps the indices for writers.
         """
         if trainer.predicting:
             distributed: Any = loader
@@ -88,7 +87,6 @@ class BatchFeed:
             leave_interrupts_to_rank(distributed, trainer.global_rank)
         if not trainer.training:
             return distributed
-        group = control_group()
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
 
         def agreed(announcement: Announcement) -> None:
@@ -98,15 +96,16 @@ class BatchFeed:
             on_agreed(announcement)
 
         forget_loader_states(trainer)
+        self.announcer = Announcer(
+            group, ranks_a_batch=ranks_a_batch, flags=lambda: self._signals.received, common=common
+        )
         return AgreedLoader(
             distributed,
-            Announcer(group, meter, ranks_a_batch=ranks_a_batch),
+            self.announcer,
             batches=batches,
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
             skip=lambda: batches_to_skip(trainer),
-            flags=lambda: self._signals.received,
-            common=common,
             on_agreed=agreed,
             on_uneven=rank_zero_warn,
             length=agreed_length(distributed, group, self.uneven_inputs),

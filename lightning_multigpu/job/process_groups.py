@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -37,9 +36,6 @@ _COLLECTIVES = (
     *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "checkpoints")),
 )
 
-KEPT: list[dist.ProcessGroup] = []
-"""Groups that cannot be destroyed: see ``settle_control``."""
-
 # One for the process, as the world's group: both outlive a run.
 CONNECTIONS = Connections()
 
@@ -56,10 +52,6 @@ class ProcessGroups:
     Attributes:
         data: the ranks that differ from this one in the data axis only.
         also_cut: called by :meth:`cut` first, to end other waits of this rank; must not raise.
-        settle_control: waits a moment for a transfer of :meth:`control` under way; returns whether it has ended. If a
-            connection is cut just as both ends begin to send, Gloo can lose a transfer: it never ends, and destroying
-            the group takes the group's timeout. So transfers get a moment before connections are cut, and a group that
-            has lost a transfer is not destroyed.
     """
 
     def __init__(
@@ -76,13 +68,11 @@ class ProcessGroups:
         self.backend = backend or dist.get_default_backend_for_device(device)
         self._timeout = timeout
         self.also_cut: list[Callable[[], None]] = []
-        self.settle_control: Callable[[], bool] = lambda: True
         self._undo = contextlib.ExitStack()
         self._is_stuck = False
         self._cutting = threading.Lock()
         self._port = environment.main_port
         self.own: list[dist.ProcessGroup] = []
-        self._control: dist.ProcessGroup | None = None
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
@@ -148,13 +138,6 @@ class ProcessGroups:
         finally:
             self.world.bound_device_id = bound
 
-    def control(self) -> dist.ProcessGroup:
-        """All ranks, for small messages between hosts; the same group each time. A collective of the whole world."""
-        if self._control is None:
-            self._control = self.over([list(range(dist.get_world_size()))], backend="gloo")
-        assert self._control is not None
-        return self._control
-
     def cut(self) -> None:
         """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error.
 
@@ -164,7 +147,6 @@ class ProcessGroups:
         few seconds.
         """
         with self._cutting:
-            self.settle_control()
             for cut in self.also_cut:
                 cut()
             CONNECTIONS.cut(except_port=self._port)
@@ -187,8 +169,6 @@ class ProcessGroups:
         own, self.own = self.own, []
         if failed:
             with self._cutting:
-                if self._control is not None and not self.settle_control():
-                    _keep(self._control)
                 if self._is_stuck:
                     atexit.unregister(leave_world)
                 else:
@@ -274,13 +254,6 @@ def _abort_together(groups: list[dist.ProcessGroup]) -> bool:
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
-
-
-def _keep(group: dist.ProcessGroup) -> None:
-    """Keeps a group until the process has ended: the interpreter's end would destroy it."""
-    log.debug("Gloo has lost a transfer of %s, which stays", group)
-    KEPT.append(group)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def leave_world() -> None:

@@ -26,7 +26,7 @@ from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
-from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs, full_batch_size
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues
 from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
@@ -169,7 +169,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
         self._start_method: StartMethod = start_method
         self.check_replicas_every = check_replicas_every_n_steps
-        self.steps = UserSteps(self, activation_checkpointing)
+        self.steps = UserSteps(self.feed, activation_checkpointing)
         self.share_proof = ShareProof(self, verify_steps)
         self.saves = RunCheckpoints(self)
         self.owned = OwnedOptimizers()
@@ -312,7 +312,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
         number.
         """
-        value = self.steps.weighted(tensor, reduce_op, group)
+        value = self.steps.weighted(tensor, reduce_op, group, self.loss_scale)
         metered = self.collectives.over(group) if isinstance(tensor, Tensor) else None
         return value if metered is None else metered.all_reduce(value, reduce_op, checked=f"reduce ({reduce_op})")
 
@@ -357,6 +357,13 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             return decision
         votes = int(world.all_reduce(torch.tensor(int(decision)), "sum", checked="reduce_boolean_decision"))
         return votes == world.size if all else votes > 0
+
+    def agree_after_batch(self, stops: bool) -> bool:
+        """Whether any rank stops after this batch; ranks tell each other of their next batches by the way."""
+        announcer = self.feed.announcer
+        if announcer is None or not announcer.is_due or self.collectives.over(dist.group.WORLD) is None:
+            return self.reduce_boolean_decision(stops, all=False)
+        return announcer.agree(stops)
 
     # Starting and ending
 
@@ -490,6 +497,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             self._undo.close()
             self.failure_watch.leave()
             self.meter.notes = None
+            self.feed.announcer = None
             self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
             if self.reducer is not None:
                 self.reducer.close()
@@ -523,20 +531,16 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
         In training a resumed run goes on in the middle of an epoch; elsewhere no sample is repeated.
         """
-        distributed = self.feed.distribute(
+        return self.feed.distribute(
             dataloader,
             self._module.trainer,
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
-            meter=self.meter,
-            control_group=self.collectives.control,
+            group=self.metered(self.collectives.hosts, "control"),
             ranks_a_batch=self._model_parallel_size,
             common=self.values.number,
             on_agreed=lambda found: self.values.check(found.common, self.gather_objects),
         )
-        if isinstance(distributed, AgreedLoader) and self.groups is not None:
-            self.groups.settle_control = distributed.settle
-        return distributed
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -738,7 +742,8 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.share_proof.begin_step(*args, *kwargs.values())
         if self.buffers is not None:
             self.buffers.before_step(accumulates=self._accumulates)
-        with self.steps.running():
+        data_rank = None if self._model_parallel_size > 1 else self.data_parallel_rank
+        with self.steps.running(self._module, self.root_device, data_rank):
             output = super().training_step(*args, **kwargs)
         self.values.look()
         return output

@@ -54,10 +54,11 @@ class Collectives:
             self._hosts = self._metered(hosts, "world")
         self._data = self._metered(groups.data, "metrics")
 
-    def control(self) -> dist.ProcessGroup:
-        """All ranks, for small messages between hosts; a collective of the whole world."""
-        assert self.groups is not None
-        return self.groups.control()
+    @property
+    def hosts(self) -> dist.ProcessGroup:
+        """All ranks, over a back end between hosts, during a run."""
+        assert self._hosts is not None
+        return self._hosts.group
 
     def leave(self) -> None:
         """Leaves the groups at the end of the run."""

@@ -29,7 +29,7 @@ class OwnedOptimizers:
         self.steps: dict[Optimizer, OwnedStep[Any]] = {}
         self.methods: PluginMethods | None = None  # of the precision plugin, that are replaced until the end
         self._accumulates = False
-        self._note_averages: Callable[[], object] | None = None  # no lambda: spawned ranks get a copy
+        self._note_averages: Callable[[], object] | None = None
 
     @property
     def transports(self) -> list[Any]:
@@ -94,7 +94,7 @@ class OwnedOptimizers:
             self.methods.end()
         for step in self.steps.values():
             step.close()
-        self.steps, self.methods = {}, None
+        self.steps, self.methods, self._note_averages = {}, None, None
 
     # Training
 

@@ -136,7 +136,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             )
 
     @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
+    def _setup_model(self, model: Module) -> Any:
+        if self.data_parallel_size == 1 and self._given["ddp_comm_hook"] is None:
+            return model  # there is nothing to average
         self._open()
         return self._wrapped(model)
 

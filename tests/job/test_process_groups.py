@@ -98,11 +98,10 @@ def groups_of_a_run(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
     init_group()
     environment: Any = SimpleNamespace(main_address="127.0.0.1", main_port=1)
     groups = ProcessGroups(environment, torch.device("cpu"), shape, backend="gloo", timeout=None, store=None)
-    assert groups.control() is groups.control()
     found = {"data": tuple(dist.get_process_group_ranks(groups.data))}
     meshes = [group for group in {*groups.own, groups.world} if dist.get_world_size(group) > 1]
     lines = {axis: tuple(map(tuple, groups.lines(axis))) for axis in process_groups.AXES}
-    dist.barrier(groups.control())  # else a rank that leaves closes connections while others still make theirs
+    dist.barrier()  # else a rank that leaves closes connections while others still make theirs
     groups.leave(failed=False)
     return {**found, "groups": (len(meshes),), "lines": lines["pipeline"]}  # type: ignore[dict-item]
 

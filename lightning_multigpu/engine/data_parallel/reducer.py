@@ -1,7 +1,8 @@
 """The reducer: averages gradients over the ranks, bucket by bucket, while backward still runs.
 
 torch's DistributedDataParallel collects gradients in buckets and passes each full bucket to the reducer's hook. The
-reducer's thread sends the buckets around the ring in that order. DistributedDataParallel waits for them at the end::
+reducer's thread sends the buckets around the ring in that order. DistributedDataParallel waits for them at the end. The
+main thread sends the last bucket itself if the thread is idle::
 
     main thread     backward ...... [b0 full] ..... [b1 full] ..... [b2 full] |-- waits --| optimizer
                                        |               |               |      :           :
@@ -93,6 +94,7 @@ class GradientReducer:
         self._buckets: dict[int, _Bucket] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._newest: Future[Tensor] | None = None
         self._error: BaseException | None = None
         self._is_complete = False
         # The end of the last hook, on the main thread's clock or on its stream: from then on it only waits.
@@ -158,8 +160,8 @@ class GradientReducer:
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
-        self._is_complete = bucket.is_last()
-        buffer = bucket.buffer()
+        self._is_complete, buffer = bucket.is_last(), bucket.buffer()
+        since_s: float | None = None
         try:
             found: _Bucket | None = None
             if self._has_views or not (self._nccl or self._hook):
@@ -170,6 +172,12 @@ class GradientReducer:
             if self._nccl:
                 return self._reduce_by_nccl(buffer)
             future: Future[Tensor] = Future()
+            is_idle, self._newest = self._newest is None or self._newest.done(), future
+            if self._is_complete and is_idle:  # no backward is left to hide it, and waking the thread takes time
+                since_s = self._meter.now()
+                self._tried(self._tried(self._begin, buffer, found) or _nothing)
+                future.set_result(buffer)
+                return future
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
                 self._thread.start()
@@ -186,7 +194,7 @@ class GradientReducer:
             if self._nccl or (self._hook is not None and buffer.is_cuda):
                 self._last_bucket = recorded_event()
             else:
-                self._last_bucket_s = self._meter.now()
+                self._last_bucket_s = self._meter.now() if since_s is None else since_s
 
     def _found(self, bucket: GradBucket, buffer: Tensor) -> _Bucket:
         """What is known of the bucket, into which gradients are copied that are no longer views of it.
@@ -202,9 +210,9 @@ class GradientReducer:
                 self._buckets = {number: each for number, each in self._buckets.items() if number <= index}
         if buffer.is_sparse or not self._has_views:
             return found
-        gradients = [parameter.grad for parameter in found.parameters]
-        if gradients and [None if each is None else each.data_ptr() for each in gradients] == found.addresses:
-            return found
+        with suppress(AttributeError):  # None has no address
+            if found.addresses and [p.grad.data_ptr() for p in found.parameters] == found.addresses:  # type: ignore[union-attr]
+                return found
         found.parameters, views = bucket.parameters(), bucket.gradients()
         found.addresses = [view.data_ptr() for view in views]
         for parameter, view in zip(found.parameters, views, strict=True):
@@ -228,8 +236,7 @@ class GradientReducer:
             if job is not None:
                 begun = self._tried(self._begin, *job[:2])
             if under_way is not None:
-                if finish is not None:
-                    self._tried(finish)
+                self._tried(finish or _nothing)
                 under_way[2].set_result(under_way[0])
             under_way, finish = job, begun
 

@@ -45,7 +45,7 @@ class TrainedParameters:
         layer counts as soon as an optimizer has its parameters; until then it is not trained. ``parameter.set_()``, as
         in ``register_parametrization``, counts too: it drops the hooks of gradients.
         """
-        optimized = [id(parameter) for parameter in _of(optimizers)]
+        optimized = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         if optimized != self._optimized:
             self._optimized = optimized
             if list(map(id, self._module.parameters())) != list(map(id, self._parameters)):
