@@ -172,10 +172,7 @@ class HangWatch:
 
     def receive(self, host: Hashable, message: Message, now_s: float) -> None:
         """Notes what the guardian of another host has seen of its ranks."""
-        views = [
-            View(*fields)._replace(entries=tuple(Entry(*entry) for entry in entries))
-            for *fields, entries in message["views"]
-        ]
+        views = [View(*each)._replace(entries=tuple(Entry(*entry) for entry in each[-1])) for each in message["views"]]
         quiet = {rank: now_s - age_s for rank, age_s in message["quiet"]}
         self._of_others[host] = quiet, {view.rank: view for view in views}
 
