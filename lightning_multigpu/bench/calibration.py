@@ -73,7 +73,6 @@ _MICRO_BATCHES = (4, 16)
 PIPELINES = [f"pipeline_1f1b:num_micro_batches={number}" for number in _MICRO_BATCHES]
 _FORWARD_SHARE, _BACKWARD_SHARE, _OPTIMIZER_SHARE = 0.35, 0.6, 0.05
 """Of a step of the reference model."""
-_FORWARD = _FORWARD_SHARE / (_FORWARD_SHARE + _BACKWARD_SHARE)
 _TIMEOUT_S = 120.0
 _ATTEMPTS = 3
 
@@ -114,8 +113,8 @@ def _share(tried: tuple[float, Machine]) -> float:
 
 def with_kernels(hosts: HostAgents, device_type: str, base: Machine, world: World) -> Machine:
     """The machine with what its kernels take, alone and beside those of other ranks."""
-    nodes, devices = world
-    crowds = [1, *[2**i for i in range(1, 10) if 2**i < devices], devices] if devices > 1 else [1]
+    nodes, most = world.nodes, min(world.devices, base.devices)  # where ranks share cores, plans know nothing
+    crowds = sorted({1, *(2**i for i in range(1, 10) if 2**i < most), most})
     seconds: dict[int, dict[str, float]] = {}
     boots: list[str] = []
     turns = hosts.turns(crowds)
@@ -132,7 +131,7 @@ def with_kernels(hosts: HostAgents, device_type: str, base: Machine, world: Worl
     best = max(kernels.flops(size) / alone[f"matmul {size}"] for size in sizes)
     mixed = [f"matmul {kernels.MATMUL_SIZES[-1]}", "stream"]
     slowdown = {c: sum(s[name] / alone[name] for name in mixed) / len(mixed) for c, s in seconds.items()}
-    coded = seconds[max(crowd for crowd in crowds if crowd <= max(1, base.devices))]  # as many ranks as cores compress
+    coded = seconds[most]
     codings = [
         Coding(name=name, ratio=coded[f"ratio {name}"], s_per_byte=coded[f"coding {name}"] / kernels.CODED_BYTES)
         for name in kernels.CODINGS
@@ -195,7 +194,7 @@ def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str
 
 def with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
     """The machine with the costs that explain the steps of the reference models in a world."""
-    if world.size == 1:
+    if not 1 < world.size <= machine.cores(world):  # where ranks share cores, plans know nothing
         return machine
     bytes_per_s = _SOME_BYTES / machine.all_reduce_s(world, _SOME_BYTES)
     width = 1024 if bytes_per_s > _SLOW_BYTES_PER_S else 512
@@ -209,18 +208,12 @@ def with_references(hosts: HostAgents, device_type: str, machine: Machine, world
     every = [Contender(NO_COMMUNICATION), *map(contender, names)]
     pipelines = [*map(contender, PIPELINES)]
     split = contender("tensor_split")
-    shares_cores = world.size > machine.cores(world)
-    also = pipelines[:1] if shares_cores else []
-    few = _MICRO_BATCHES[0]
-    parts = replace(large, name="parts", batch_size=max(1, batch_size // few), accumulate=few)
-    if world.nodes > 1:
-        also += [contender(compressed_name("ring_ddp", each.name)) for each in machine.codings]
+    coded = [contender(compressed_name("ring_ddp", each.name)) for each in machine.codings if world.nodes > 1]
     groups = [
-        [(large, each) for each in (*every, *also, split)],
+        [(large, each) for each in (*every, *coded, split)],
         [(tiny, each) for each in every],
         [(deep, each) for each in (*every, *map(contender, SMALL_BUCKETS.values()))],
         [*((tiny, each) for each in (*pipelines, split)), *((deep, each) for each in (pipelines[0], split))],
-        *([[(parts, every[0])]] if shares_cores else []),
     ]
     rows: dict[tuple[str, str], StrategyResult] = {}
     for wanted in groups:  # ranks that wait for their turn take time of the cores, too
@@ -228,7 +221,7 @@ def with_references(hosts: HostAgents, device_type: str, machine: Machine, world
         for subject, each in wanted:
             plan = StrategyPlan(
                 subject=subject, device_type=device_type, repetitions=_REPETITIONS,
-                steps=4 if subject in (large, parts) else 15, warm_up=subject.accumulate, timeout_s=_TIMEOUT_S,
+                steps=4 if subject is large else 15, warm_up=1, timeout_s=_TIMEOUT_S,
             )  # fmt: skip
             runs.append(StrategyRun(hosts, each, plan))
         rows |= {(s.name, c.label): row for (s, c), row in zip(wanted, take_turns(runs), strict=True)}
@@ -368,9 +361,7 @@ class Fit:
     def _pipeline(self) -> None:
         """From the time that more micro-batches of the tiny model take, whose passes compute nearly nothing.
 
-        Layers of the deep model, which compute as little, take time for the hooks of their parameters. With more ranks
-        than cores, ranks that wait for messages slow down those that compute; the large model tells how much. What its
-        micro-batches compute is measured apart: small batches use a core worse.
+        Layers of the deep model, which compute as little, take time for the hooks of their parameters.
         """
         machine, world = self._machine, self._world
         few_s, many_s = (self._step("tiny", label) for label in PIPELINES)
@@ -378,22 +369,18 @@ class Fit:
         if few_s is None or many_s is None or deep_s is None:
             return
         link = machine.link_inside(world) if world.nodes == 1 else machine.link_between(world)
-        cores = machine.cores(world)
-        together = min(1.0, cores / world.size)  # at most as many ranks as cores compute at once
         few, many = _MICRO_BATCHES
         alone_s = self._step("tiny", NO_COMMUNICATION) or 0.0
         deeper_s = (self._step("deep", NO_COMMUNICATION) or 0.0) - alone_s
-        deeper_s *= together * (few + world.size - 1) / world.size
+        deeper_s *= (few + world.size - 1) / world.size
         tensors, more_tensors = 2 * (_TINY_LAYERS + 1), 2 * (_DEEP_LAYERS - _TINY_LAYERS)
         tensor_s = max(0.0, (deep_s - few_s - deeper_s) / few / more_tensors)
         few_s, many_s = few_s - few * tensors * tensor_s, many_s - many * tensors * tensor_s
 
-        def passes_s(number: int, pass_s: float, scale: float, subject: str = "tiny", whole_s: float = 0.0) -> float:
+        def passes_s(number: int, pass_s: float, scale: float) -> float:
             orders = schedule_orders("1f1b", world.size, 1, number)
-            cuts_s = [link.latency_times(scale).seconds(self._activation_bytes[subject] / number)] * (world.size - 1)
-            stage_s = whole_s / world.size / number
-            forward_s, backward_s = pass_s + _FORWARD * stage_s, pass_s + (1 - _FORWARD) * stage_s
-            return step_time(orders, [forward_s] * world.size, [backward_s] * world.size, cuts_s, cores)
+            cuts_s = [link.latency_times(scale).seconds(self._activation_bytes["tiny"] / number)] * (world.size - 1)
+            return step_time(orders, [pass_s] * world.size, [pass_s] * world.size, cuts_s)
 
         def more_s(pass_s: float, scale: float) -> float:
             return passes_s(many, pass_s, scale) - passes_s(few, pass_s, scale)
@@ -403,21 +390,10 @@ class Fit:
             scale = bisected(lambda factor: more_s(0.0, factor), 0.0, 1.0, wanted_s)
         else:
             pass_s = bisected(lambda each_s: more_s(each_s, 1.0), 0.0, 1.0, wanted_s)
-        fixed_s, slowing = max(0.0, few_s - alone_s - passes_s(few, pass_s, scale)), 0.0
-        large_s, part_s = self._step("large", PIPELINES[0]), self._step("parts", NO_COMMUNICATION)
-        if large_s is not None and part_s is not None:
-            passes_of_all_s = few * max(0.0, part_s - alone_s) * together
-            optimizer_s = _OPTIMIZER_SHARE * (self._step("large", NO_COMMUNICATION) or 0.0) * together
-            large_s -= fixed_s + optimizer_s / world.size + few * tensors * tensor_s
-
-            def step_s(share: float) -> float:
-                return passes_s(few, pass_s, scale, "large", (1 + share) * passes_of_all_s)
-
-            slowing = bisected(step_s, 0.0, 20.0, large_s)
+        fixed_s = max(0.0, few_s - alone_s - passes_s(few, pass_s, scale))
         self._costs.append(
             ReferenceCost(
-                strategy="pipeline_1f1b", world=world,
-                fixed_s=fixed_s, scale=scale, slowing=slowing, tensor_s=tensor_s, pass_s=pass_s,
+                strategy="pipeline_1f1b", world=world, fixed_s=fixed_s, scale=scale, tensor_s=tensor_s, pass_s=pass_s,
             )
         )  # fmt: skip
 
@@ -426,8 +402,8 @@ class Fit:
 
         The difference of the deep and the tiny model gives the seconds of a small collective. Between hosts the large
         model gives those of a large one: a rank computes its part of that model, and what the tiny one takes anyway. On
-        one host large collectives are short, and where ranks share cores computation takes most of the step: there a
-        large collective takes longer by its bytes alone, and what is left slows computation down.
+        one host large collectives are short: a large one takes longer by its bytes alone, and what is left slows
+        computation down.
         """
         machine, size = self._machine, self._world.size
         extra: dict[str, float] = {}
@@ -445,7 +421,7 @@ class Fit:
             for name in ("tiny", "large")
         )
         scale, slowing = 1.0, 0.0
-        if self._world.nodes > 1 and size <= machine.cores(self._world) and at_large_s > at_small_s:
+        if self._world.nodes > 1 and at_large_s > at_small_s:
             large_s = max(small_s, (extra["large"] - fixed_s) / large)
             scale = (large_s - small_s) / (at_large_s - at_small_s)
         else:

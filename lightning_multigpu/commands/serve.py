@@ -26,8 +26,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdigit() or not 1 <= int(port) <= 65_535:
         raise UsageError(
-            f"MASTER_ADDR={address} MASTER_PORT={port}: a server finds the job by the address of rank 0 and a port of 1 "
-            "to 65535; set both, as for the ranks"
+            f"MASTER_ADDR={address} MASTER_PORT={port}: a server finds the job by the address of rank 0 and a port "
+            "of 1 to 65535; set both, as for the ranks"
         )
     from lightning_multigpu.engine.parameter_server.pair import PairEndedError
     from lightning_multigpu.engine.parameter_server.server import joined

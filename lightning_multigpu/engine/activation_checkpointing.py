@@ -227,11 +227,10 @@ def _versions(layer: Module, inputs: Sequence[Any]) -> set[tuple[str, int, int]]
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Within the block torch's default dtype is ``dtype``, in all threads; does nothing if it already is."""
     before = torch.get_default_dtype()
-    if before == dtype:  # perhaps set by the thread that started this one
-        yield
-        return
-    torch.set_default_dtype(dtype)
     try:
+        if before != dtype:  # perhaps set by the thread that started this one
+            torch.set_default_dtype(dtype)
         yield
     finally:
-        torch.set_default_dtype(before)
+        if before != dtype:
+            torch.set_default_dtype(before)

@@ -432,25 +432,20 @@ def couples_parameters(optimizer: Any) -> bool:
         return True
     if is_replaced:
         raise ProbeError("its step has been replaced")
-    failures: list[Exception] = []
-    with torch.random.fork_rng(devices=[]):
-        for with_closure in (True, False):
-            try:
-                expected = _updated(optimizer, 0, 1.0, with_closure)
-                for kept in (0, 1):
-                    found = _updated(optimizer, kept, _FACTOR, with_closure)
-                    if not all(map(torch.equal, found[kept::2], expected[kept::2])):
-                        return True
-            except Exception as error:  # any class may come from the optimizer
-                failures.append(error)
-    if len(failures) == 2:
-        raise ProbeError(f"{type(failures[0]).__name__}: {failures[0]}") from failures[0]
+    try:
+        with torch.random.fork_rng(devices=[]):
+            expected = _updated(optimizer, 0, 1.0)
+            for kept in (0, 1):
+                if not all(map(torch.equal, _updated(optimizer, kept, _FACTOR)[kept::2], expected[kept::2])):
+                    return True
+    except Exception as error:  # any class may come from the optimizer
+        raise ProbeError(f"{type(error).__name__}: {error}") from error
     if hooks:
         raise ProbeError("it has hooks around its step")
     return False
 
 
-def _updated(optimizer: Any, kept: int, factor: float, with_closure: bool) -> list[Tensor]:
+def _updated(optimizer: Any, kept: int, factor: float) -> list[Tensor]:
     """The parameters of a copy after two steps; those of index ``kept`` modulo 2 are the same for every factor."""
     generator = torch.Generator().manual_seed(0)
     torch.default_generator.manual_seed(0)  # that of the CPU alone, whose state the caller keeps
@@ -468,13 +463,13 @@ def _updated(optimizer: Any, kept: int, factor: float, with_closure: bool) -> li
     def closure() -> Tensor:
         loss = torch.zeros((), dtype=torch.float64)
         for parameter, slope in zip(tiny, slopes, strict=True):
-            parameter.grad = 0.5 * parameter.detach() + slope
+            parameter.grad = (0 if parameter.grad is None else parameter.grad) + 0.5 * parameter.detach() + slope
             loss = loss + (0.25 * parameter.detach().square() + slope * parameter.detach()).sum()
         return loss
 
     for _ in range(2):
-        closure()
-        stepping.step(closure) if with_closure else stepping.step()
+        closure()  # an earlier batch, whose gradients accumulate
+        stepping.step(closure)
     return [parameter.detach() for parameter in tiny]
 
 

@@ -208,13 +208,11 @@ class FailureWatch:
         patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
-        deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
-        while self.failure is None and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        other = self._verdict(patience_s)
         if _may_be_of_a_start(error):
             note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
-        if self.failure is None:
+        if other is None:
             error.add_note(own.describe())
             if self.client is not None:
                 signum = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
@@ -222,13 +220,21 @@ class FailureWatch:
                     what = f"was interrupted ({signum.name})"
                     own = own._replace(what=what, traceback="", signal=signum)
                 self.client.failed(own)
-        other = self.failure  # the guardian may have found another failure first
-        self.failure = other or own
+            other = self._verdict(0.0 if self._can_be_lost else _SETTLE_S)  # another rank may have been first
+        is_alike = other is None or own.is_alike(other)
+        self.failure = own if other is None or (is_alike and other.rank == own.rank) else other
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
         for kept in KEPT:
             kept.has_failed = not self.is_lost
         self._abort()
-        return None if other is None or own.is_alike(other) else other
+        return None if is_alike else other
+
+    def _verdict(self, patience_s: float) -> Failure | None:
+        """The failure of the job, which the guardian tells all ranks; None if it does not within ``patience_s``."""
+        until_s = time.monotonic() + patience_s
+        while self.failure is None and self.client is not None and time.monotonic() < until_s:
+            time.sleep(0.02)
+        return self.failure
 
     def _finish(self) -> None:
         """Waits until the run has ended well for all ranks; else raises RankFailedError."""

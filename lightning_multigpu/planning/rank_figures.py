@@ -42,7 +42,6 @@ class RankFigures:
         launches: the launches of that step's kernels; absent without a GPU.
         trace: the file of torch's profiler with that step, on the rank's host.
         reads: functions that wait for values of tensors in a step.
-        jitter: (third quartile - first quartile) / median of its batches.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
         others: the share of the processors, or of its GPU, that other processes took; only on one device.
         model: parts of the model; only of ``ProfilerReport(for_plan=True)``.
@@ -66,7 +65,6 @@ class RankFigures:
     launches: LaunchQueue | None = None
     trace: str | None = None
     reads: Sequence[ReadValues] = ()
-    jitter: float = 0.0
     adding_s: float = 0.0
     others: float | None = None
     model: ModelFigures | None = None

@@ -16,14 +16,13 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
-    attributes_of_lightning,
     forget_loader_states,
     is_compiled,
     tell_device,
@@ -62,8 +61,6 @@ from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, comb
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_LOG = "log"  # replaced on each replica while a step runs
 
 
 class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
@@ -121,7 +118,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._recomputation: Recomputation | None = None
         self._threads: ReplicaThreads | None = None
         self._intra_op_threads: int | None = None
-        self._has_warned = False
         self._seen: set[str] = set()  # the steps that have run
 
     @property
@@ -262,7 +258,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             replicas = self._replicas.make(len(parts))
         for replica, device in zip(replicas[1:], self.devices[1:], strict=False):
             tell_device(replica, device)
-        attributes = {**vars(replicas[1])}
         calls = [
             partial(_call_recorded, replica, hook, part, *others, **options)
             for replica, part in zip(replicas, parts, strict=True)
@@ -275,7 +270,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
         has_drawn = _generators() != generators
         self._check_unchanged(hook, parameters)
-        self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
         sizes = [leading_size(part) or 1 for part in parts]
         if hook != "training_step":
@@ -371,18 +365,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             memory_bytes=0 if on_gpus else sent,
             on_stream=on_gpus,
         )
-
-    def _warn_of_lost_attributes(self, hook: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        if self._has_warned:
-            return
-        known = {_LOG, *attributes_of_lightning()}
-        changed = [name for name, value in after.items() if name not in known and before.get(name, before) is not value]
-        if changed:
-            self._has_warned = True
-            rank_zero_warn(
-                f"{hook} sets self.{', self.'.join(changed)}: under dp only the first replica's value stays, which it "
-                "computes from its part of the batch; return the value from the step, or log it"
-            )
 
     # Training
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands.plans import measured_model, plan
+from lightning_multigpu.commands.plans import measured_model
 from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
 from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
 from lightning_multigpu.planning.pipelines.stage_costs import PartCost
@@ -104,10 +104,12 @@ def test_every_strategy_is_predicted_or_has_a_reason(capsys: pytest.CaptureFixtu
 
 
 def test_layers_are_split_only_for_strategies_that_split_them() -> None:
-    planned("--nodes", "1", "--devices", "4", "--strategies", "gpipe")
+    planned("--nodes", "2", "--strategies", "gpipe")
     assert sizes == [1]
-    planned("--nodes", "1", "--devices", "4", "--strategies", "hybrid")
+    planned("--nodes", "2", "--strategies", "hybrid")
     assert sizes == [1, 1, 2, 4]
+    planned("--nodes", "1", "--devices", "2", "4", "--strategies", "tensor_split")
+    assert sizes[4:] == [1, 2], "4 ranks share 2 cores"
 
 
 def test_an_old_profile_is_read_instead_of_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,31 +164,48 @@ def test_the_first_choice_is_written_as_a_configuration_of_fit() -> None:
     ("arguments", "message"),
     [
         (["--micro-batches=2"], "unrecognized arguments: --micro-batches=2"),
-        (["--picture", "no/such.svg"], "--picture=no/such.svg: there is no directory no; make it first"),
-        (["--picture=plan.gif"], "--picture=plan.gif: a picture's name ends in one of .svg, .png, .pdf"),
+        (["--write", "no/such.yaml"], "--write=no/such.yaml: there is no directory no; make it first"),
         (["--machine=other.json"], "other.json: there is no such file; run 'lightning-multigpu calibrate'"),
         (["--machine=run.yaml"], "run.yaml is no machine.json"),
         (["--machine=gpus.json"], "gpus.json is of cuda devices, and the configuration trains on cpu"),
         (["--strategies", "ring_dpp"], "Did you mean 'ring_ddp'?"),
         (["--strategies", "ring_ddp:bucket=1"], "RingDDPStrategy has no option 'bucket'"),
         (["--model=tests.commands.test_plan.Failing"], "ZeroDivisionError: division by zero"),
+        # A traceback of 15 lines.
+        (
+            ["--machine=alone.json", "--nodes=2", "--strategies", "ring_ddp"],
+            "nothing can be predicted: 2 x 2 needs the link between hosts, which this machine does not have; "
+            "calibrate on two hosts or more, or pass --link-gbit\n",
+        ),
+        (["--nodes=1", "--devices=4"], "4 ranks would share 2 cores"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("gpus.json").write_text(json.dumps(replace(MACHINE, device_type="cuda").as_json()))
+    for name, change in (("gpus", {"device_type": "cuda"}), ("alone", {"between": None})):
+        changed: Any = change
+        Path(f"{name}.json").write_text(json.dumps(replace(MACHINE, **changed).as_json()))
     assert main(["plan", "--config=run.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "find_spec", lambda name: None)
-    assert main(["plan", "--config=run.yaml", "--picture=plan.svg"]) == 2
-    message = "needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'\n"
-    assert message in capsys.readouterr().err
+def test_names_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    planned("--nodes", "1", "2", "--strategies", "pipeline_interleaved:num_micro_batches=4", "ring_ddp:bucket_cap_mb=2")
+    table = capsys.readouterr().out.partition("\nring_ddp:bucket")[0].splitlines()[1:]
+    names = [line[:21].rstrip() for line in table]
+    assert {"pipeline_interleaved", "  num_micro_batches=4", "ring_ddp", "  bucket_cap_mb=2"} <= {*names}
+    assert max(map(len, table)) <= 80
+
+
+def test_what_others_disturbed_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("machine.json").write_text(json.dumps(replace(MACHINE, disturbed={"1 x 2": 0.41, "2 x 2": 0.3}).as_json()))
+    planned("--strategies", "ring_ddp", "--nodes", "1")
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "warning: other processes took 41 % of the processors during the calibration of 1 x 2",
+        "Times below may be wrong: repeat this on a quiet machine.",
+    ]
 
 
 def test_a_machine_by_name_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,8 +49,7 @@ class Client:
 
     def failed(self, failure: Failure) -> None:
         self.told.append(failure)
-        if self.known is not None:
-            self.watch.receive(self.known)
+        self.watch.receive(self.known or failure)
 
 
 @pytest.fixture
@@ -150,9 +149,14 @@ def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
 
 
 def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:
+    """Where all ranks raised the same exception, each printed its traceback."""
     under(watch, known=KILLED)
     assert watch.settle(ValueError("spoilt"), RUN, 3) is KILLED
     assert watch.failure is KILLED
+    watch.failure, error = None, ValueError("spoilt")
+    under(watch, known=Failure.of(error, rank=1, step=3))
+    assert watch.settle(error, RUN, 3) is None, "it raises its own exception"
+    assert not watch.report(RUN, None).in_full
 
 
 def test_every_rank_says_itself_that_it_cannot_join(watch: FailureWatch) -> None:

@@ -31,7 +31,6 @@ from lightning_multigpu.planning.scaling.step_model import (
     one_device,
     owner_messages,
     predict,
-    straggling_s,
 )
 
 PHASES = Phases(forward_s=4.0, backward_s=10.0, optimizer_s=2.0, input_s=1.0, other_s=1.0)
@@ -133,16 +132,16 @@ class TestDataParallel:
         at_once = replace(cost, bucket_s=-100.0)
         assert step("ring_ddp", machine=replace(MACHINE, references=[at_once])).exposed_s == pytest.approx(0.5 * 14)
 
-    def test_ranks_that_share_cores_are_slower(self) -> None:
-        cpus = replace(MACHINE, device_type="cpu", shares_cores=True, slowdown={2: 1.5})
+    def test_ranks_of_one_machine_are_slower(self) -> None:
+        cpus = replace(MACHINE, device_type="cpu", devices=2, shares_cores=True, slowdown={2: 1.5})
         assert step("ring_ddp", machine=cpus).compute_s == pytest.approx(1.5 * 14)
 
-    def test_more_ranks_wait_longer_for_the_slowest(self) -> None:
-        # Quartiles 10 % apart are a deviation of 7.413 % of 18 s. The largest of 2 values is expected 0.589 deviations
-        # above the mean (Blom), that of 8 values 1.434.
-        shaky = Phases(forward_s=4.0, backward_s=10.0, optimizer_s=2.0, input_s=1.0, other_s=1.0, jitter=0.1)
-        assert straggling_s(shaky, 8, 2) == pytest.approx(0.07413 * 18 * (1.434 - 0.589), rel=2e-3)
-        assert straggling_s(shaky, 2, 8) == 0
+    @pytest.mark.parametrize(("world", "shares_cores"), [(World(1, 4), False), (World(4, 1), True)])
+    def test_ranks_that_share_cores_are_not_known(self, world: World, shares_cores: bool) -> None:
+        """Plans of layers split over 4 ranks on 2 cores were wrong by 28 %."""
+        cpus = replace(MACHINE, device_type="cpu", devices=2, shares_cores=shares_cores)
+        with pytest.raises(ImpossibleError, match="4 ranks would share 2 cores"):
+            step("ring_ddp", world, cpus)
 
     def test_owners_update_and_hold_their_shard(self) -> None:
         found = step("ddp_sharded")
@@ -234,9 +233,9 @@ class TestSplitModels:
         assert self.found("model_parallel", HOSTS).exposed_s == pytest.approx(2.0)
 
     def test_each_pass_costs_what_the_calibration_found(self) -> None:
-        cost = ReferenceCost(strategy="pipeline_1f1b", world=World(1, 2), pass_s=0.5, slowing=1.0, tensor_s=0.25)
+        cost = ReferenceCost(strategy="pipeline_1f1b", world=World(1, 2), pass_s=0.5, tensor_s=0.25)
         found = self.found("gpipe", machine=replace(MACHINE, references=[cost]))
-        assert found.compute_s == pytest.approx(4 * (2 * 1 + 0.5 + 2 * 2 + 0.5))
+        assert found.compute_s == pytest.approx(4 * (1 + 0.5 + 2 + 0.5))
         assert found.other_s == pytest.approx(1.0 + 4 * 2 * 0.25)
 
     def test_the_latency_of_messages_is_as_many_times_as_long_as_calibrated(self) -> None:
@@ -250,20 +249,6 @@ class TestSplitModels:
         assert predict(model, MACHINE, Candidate("model_parallel"), World(1, 2)).compute_s == pytest.approx(3)
         gpipe = Candidate("gpipe", {"num_micro_batches": 4})
         assert predict(model, MACHINE, gpipe, World(1, 2)).compute_s == pytest.approx(4 * 3 + 3 * 2)
-
-    @pytest.mark.parametrize(
-        ("world", "shares_cores", "seconds"),
-        [(World(1, 4), False, 27), (World(4, 1), True, 27), (World(4, 1), False, 21), (World(2, 2), False, 21)],
-    )
-    def test_ranks_share_the_cores_of_their_machine(self, world: World, shares_cores: bool, seconds: float) -> None:
-        """4 stages and 4 micro-batches take (4 + 3) x 3 s, and on two cores 9 x 3 s."""
-        model = replace(self.model, chain=chain(4), phases=replace(PHASES, backward_s=8.0))
-        instant = {"between": Link(0.0, 0.0), "collectives": []}
-        alone = {"slowdown": {1: 1.0, 2: 1.0, 4: 1.0}}
-        machine = replace(MACHINE, device_type="cpu", devices=2, shares_cores=shares_cores, **instant, **alone)
-        found = predict(model, machine, Candidate("gpipe", {"num_micro_batches": 4}), world)
-        assert found.compute_s + found.bubble_s == pytest.approx(seconds)
-        assert found.exposed_s == pytest.approx(0.0)
 
     def test_collectives_of_split_layers_take_as_many_times_as_long_as_calibrated(self) -> None:
         cost = ReferenceCost(strategy="tensor_split", world=HOSTS, scale=0.5, slowing=0.5, pass_s=0.25)
@@ -328,7 +313,6 @@ class TestRanking:
         found = ranked(MODEL, slow, [Candidate("sync_ps")], [World(2, 1), World(4, 1)])
         text = "\n".join(found.explanation())
         # One server: 2 (n - 1) MiB come in, then the weights of the last bucket leave.
-        assert "4 x 1 is slower than 2 x 1 with sync_ps: exposed communication 98 %." in text
         assert "One device alone is faster" in text
 
     def test_remedies_have_their_gain_the_largest_first(self) -> None:
@@ -342,5 +326,5 @@ class TestRanking:
         assert gains == sorted(gains, reverse=True)
 
     def test_nothing_possible_is_an_error_with_the_reasons(self) -> None:
-        with pytest.raises(ValueError, match="cpu_ps on 2 x 1: cpu_ps works on one host"):
+        with pytest.raises(ValueError, match=r"^cpu_ps works on one host only$"):
             ranked(MODEL, MACHINE, [Candidate("cpu_ps")], [HOSTS])

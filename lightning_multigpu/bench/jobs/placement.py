@@ -53,7 +53,8 @@ def placement(
     Args:
         devices: ranks a host; None for what the launcher has started, or :data:`DEFAULT_DEVICES`.
         num_nodes: hosts; None for what the launcher has started, or 1.
-        environment: the variables: those of torchrun or SLURM, or MASTER_ADDR, MASTER_PORT and NODE_RANK.
+        environment: the variables: those of torchrun or SLURM, or MASTER_ADDR, MASTER_PORT and NODE_RANK, with
+            PL_TRAINER_NUM_NODES and PL_TRAINER_DEVICES, which ``emulate`` sets.
 
     Raises:
         ValueError: a number is out of range, differs from the launcher's, or is missing.
@@ -110,7 +111,8 @@ def _of_slurm(environment: Mapping[str, str]) -> Placement | None:
 
 
 def _of_user(devices: int | None, num_nodes: int | None, environment: Mapping[str, str]) -> Placement:
-    devices, num_nodes = devices or DEFAULT_DEVICES, num_nodes or 1
+    devices = devices or int(environment.get("PL_TRAINER_DEVICES") or DEFAULT_DEVICES)
+    num_nodes = int(environment.get("PL_TRAINER_NUM_NODES") or num_nodes or 1)  # of emulate, or for Lightning
     if num_nodes == 1:
         return Placement(devices=devices, local_ranks=tuple(range(devices)))
     node_rank = environment.get("NODE_RANK", "")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 from typing import Any, NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import Interval, length, merged, overlaps
@@ -69,17 +68,8 @@ def figures_of(steps: Sequence[ProfiledStep]) -> dict[str, Any]:
         "activations_rate": sum(t.sent_bytes for t in activations) / (activations_s or 1.0),
         "transfers": _transfers(steps),
         "batches": round(median(step.batches for step in steps)),
-        "jitter": _jitter(steps),
         "adding_s": _adding_s(steps),
     }
-
-
-def _jitter(steps: Sequence[ProfiledStep]) -> float:
-    """Of a batch: steps of more batches vary less, as their square root."""
-    if len(steps) < 2:
-        return 0.0
-    low, middle, high = quantiles((step.seconds for step in steps), n=4)
-    return (high - low) / middle * math.sqrt(median(step.batches for step in steps))
 
 
 def _adding_s(steps: Sequence[ProfiledStep]) -> float:

@@ -117,7 +117,6 @@ def phases_of(document: RunDocument) -> Phases:
         input_s=rank.of("data_wait", "device_transfer") / rank.batches,
         adding_s=rank.adding_s,
         other_s=max(0.0, rank.of("callbacks", "other") - ours_s) / rank.batches,
-        jitter=rank.jitter,
     )
 
 

@@ -14,12 +14,13 @@ import torch
 import yaml
 
 from lightning_multigpu.bench.strategies.contenders import contender
-from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
+from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, read, this_machine
 from lightning_multigpu.commands.plans.measured_model import measured_model, model_of, split_sizes
 from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, moved, profile_of
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
@@ -40,13 +41,13 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     """
     if wanted.example is not None:
         print(f"Nothing was measured here: the model is that of Brown et al. 2020, the machine {_OF_PRESETS}")
-        scaling_table.show(_of_example(wanted), wanted.picture, wanted.json)
+        scaling_table.show(_of_example(wanted), wanted.json)
         return 0
     torch.set_num_threads(1)  # ranks are forked from this process
     cli = ScalingCLI(["fit", *arguments], wanted)
     if wanted.preset:
         print(f"The model was measured here, the machine was not: its figures are {_OF_PRESETS}")
-    scaling_table.show(cli.ranking, wanted.picture, wanted.json)
+    scaling_table.show(cli.ranking, wanted.json)
     if wanted.write is not None:
         wanted.write.write_text(cli.configuration())
         print(f"Configuration of {cli.ranking.first.candidate}: {wanted.write}")
@@ -81,12 +82,11 @@ class ScalingCLI(TrainingCLI):
             else:
                 print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
                 tell = partial(print, " ", file=sys.stderr, flush=True)
-                profile = measured_model(subject, split_sizes(worlds, names), tell=tell)
+                known = [world for world in worlds if world.size <= machine.cores(world)]
+                profile = measured_model(subject, split_sizes(known, names), tell=tell)
         except (ShortRunError, ReportError, OSError) as error:
             raise UsageError(f"{wanted.profile}: {error}" if wanted.profile else str(error)) from error
-        if wanted.preset:
-            profile = moved(profile, machine)
-        self.ranking = ranked(profile, machine, candidates, worlds)
+        self.ranking = _ranked(moved(profile, machine) if wanted.preset else profile, machine, candidates, worlds)
 
     def configuration(self) -> str:
         """The configuration that ``fit`` takes, with the strategy that is ranked first."""
@@ -108,7 +108,16 @@ def _of_example(wanted: argparse.Namespace) -> Ranking:
     worlds = _worlds(wanted, machine, machine.devices)
     sizes = sorted({size for world in worlds for size in range(2, world.size + 1) if world.size % size == 0})
     profile = profile_of(wanted.example, MODELS[wanted.example], sizes, samples=wanted.batch or 0)
-    return ranked(moved(profile, machine), machine, _candidates(wanted), worlds)
+    return _ranked(moved(profile, machine), machine, _candidates(wanted), worlds)
+
+
+def _ranked(
+    profile: ModelProfile, machine: Machine, candidates: Sequence[Candidate], worlds: Sequence[World]
+) -> Ranking:
+    try:
+        return ranked(profile, machine, candidates, worlds)
+    except ValueError as error:
+        raise UsageError(f"nothing can be predicted: {error}") from error
 
 
 def _worlds(wanted: argparse.Namespace, machine: Machine, devices: int) -> list[World]:
@@ -165,7 +174,7 @@ def _calibrated(wanted: argparse.Namespace, device_type: str) -> Machine:
             "by --preset"
         )
     try:
-        machine = from_json(path.read_text(), str(path))
+        machine = read(path)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if machine.device_type != device_type:

@@ -28,10 +28,17 @@ from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.schema import from_json
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
-from lightning_multigpu.strategies.steps.dry_run import QUIET_SETTINGS, traceless, unlogged_loss
+from lightning_multigpu.strategies.steps.dry_run import traceless, unlogged_loss
 
 _TIMEOUT_S = 600.0
 _ACTIVE = timedelta(seconds=3)
+_SETTINGS: dict[str, Any] = {
+    "devices": 1, "num_nodes": 1, "use_distributed_sampler": False, "max_epochs": -1, "max_steps": -1, "max_time": None,
+    "min_epochs": None, "min_steps": None, "logger": False, "enable_checkpointing": False, "profiler": None,
+    "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
+    "fast_dev_run": False, "barebones": False,
+}  # fmt: skip
+"""Options of a Trainer that writes nothing, and does not end by itself."""
 
 
 class ShortRunError(ValueError):
@@ -107,14 +114,12 @@ def _train(subject: PlannedModule, num_ranks: int, connection: Connection) -> No
     )  # fmt: skip
     report.pipeline_options = subject.pipeline_options
     strategy = OneDevice(subject.device) if is_whole else FirstPart(subject.device, num_ranks)
-    endless = {
-        "accumulate_grad_batches": 1 + subject.module.automatic_optimization, "max_epochs": -1, "max_steps": -1,
-        "max_time": None, "min_epochs": None, "min_steps": None, "devices": 1, "num_nodes": 1,
-        "use_distributed_sampler": False, "strategy": strategy,
-        "callbacks": [*subject.of_batches, report, _End(report)],
+    own = {
+        "strategy": strategy, "callbacks": [*subject.of_batches, report, _End(report)],
+        "accumulate_grad_batches": 1 + subject.module.automatic_optimization,
     }  # fmt: skip
     try:
-        trainer = pl.Trainer(**{**subject.trainer_settings, **QUIET_SETTINGS, **endless})
+        trainer = pl.Trainer(**{**subject.trainer_settings, **_SETTINGS, **own})
         trainer.fit(subject.module, datamodule=subject.datamodule)
         if report.report is None or "profile" not in report.report:
             raise ShortRunError(

@@ -61,13 +61,11 @@ class Request:
         update: what is asked for. Where gradients are averages, worker 0 alone pushes them.
         pushed: of each part that is pushed and pulled: how often it was pushed, and which pieces have a gradient.
         values: of each group, from worker 0.
-        weights: by part, weights that have changed on worker 0.
     """
 
     update: Update
     pushed: dict[int, tuple[int, list[bool]]]
     values: list[dict[str, Any]]
-    weights: dict[int, Tensor]
 
     def common(self) -> tuple[Any, ...]:
         """What all workers must ask for together."""
@@ -227,10 +225,9 @@ class ServedShard:
                 "gradients before a step, and change optimizer.state, on all workers"
             )
         givers = {worker: first} if first.update.is_whole else requests
-        with self._changing:
-            if worker == 0:
+        if worker == 0:
+            with self._changing:
                 self._take_values(first.values)
-            self.replace(first.weights)
         at_once = self.plans[-1].split == "nothing" or first.update.clip_norm is not None  # they relate all parts
         staleness, sent, numbers = 0, [], [*first.pushed]
         for together in [numbers] if at_once else [[number] for number in numbers]:
@@ -347,10 +344,9 @@ class ServedShard:
             sent = self._send(self._parts.values(), [worker])
         return self._await(sent)
 
-    def replace(self, weights: Mapping[int, Tensor]) -> None:
-        """Takes weights that have changed on worker 0, by the numbers of their parts."""
-        for number, flat in weights.items():
-            self._parts[number].weights.copy_(flat)
+    def replace(self, number: int, weights: Tensor) -> None:
+        """Takes weights of a part that have changed on worker 0."""
+        self._parts[number].weights.copy_(weights)
 
     def pauses(self, worker: int) -> None:
         """Lets workers go on without waiting for this one until it pushes again; it may be validating."""

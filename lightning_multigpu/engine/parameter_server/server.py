@@ -176,7 +176,8 @@ class Server:
                 else:
                     answers = {worker: self._answer(worker, *message) for worker, message in messages.items()}
                 for worker, answer in answers.items():
-                    self._pairs[worker].send(answer)
+                    if messages[0][0] not in _WITHOUT_ANSWER:
+                        self._pairs[worker].send(answer)
         except Exception as error:
             self.end(_problem_of(error))
 
@@ -222,6 +223,8 @@ class Server:
             shard = self._shards[arguments[0]]
             return shard.update({worker: arguments[1]}) if kind == "step" else shard.pull(worker)
         with self._changing:
+            if kind in ("state", "load", "replace"):
+                return getattr(self._shards[arguments[0]], kind)(*arguments[1:])
             return self._ANSWERS[kind](self, worker, *arguments)
 
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
@@ -240,15 +243,6 @@ class Server:
             self._changing.notify_all()
         self._wait_for(lambda: number < len(shard.plans))
         return shard.welcome(worker, number, plan)
-
-    def _state(self, worker: int, optimizer: int) -> Any:
-        return self._shards[optimizer].state()
-
-    def _load(self, worker: int, optimizer: int, values: Any, states: Any) -> None:
-        self._shards[optimizer].load(values, states)
-
-    def _replace(self, worker: int, optimizer: int, weights: Any) -> None:
-        self._shards[optimizer].replace(weights)
 
     def _staleness(self, worker: int) -> dict[int, Counter[int]]:
         counts: dict[int, Counter[int]] = defaultdict(Counter)
@@ -294,8 +288,8 @@ class Server:
         return [told[each] for each in sorted(told) if worker == 0 or each == 0]
 
     _ANSWERS: ClassVar[dict[str, Callable[..., Any]]] = {
-        "place": _place, "state": _state, "load": _load, "replace": _replace, "staleness": _staleness,
-        "pause": _pause, "next": _next, "trained": _trained, "give back": _give_back, "tell": _tell,
+        "place": _place, "staleness": _staleness, "pause": _pause, "next": _next, "trained": _trained,
+        "give back": _give_back, "tell": _tell,
     }  # fmt: skip
 
 

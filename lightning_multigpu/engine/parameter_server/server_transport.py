@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.shared_memory.segment import mapped
-from lightning_multigpu.communication.tensors import alike, marks_of
+from lightning_multigpu.communication.tensors import alike, marks_of, same_bytes
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.engine.parameter_server.pair import Reply, Room, cut
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, Request
@@ -54,7 +54,7 @@ class _Part:
         room: the memory for them, which the server offers.
         ready: the parameters of which backward has the gradient.
         pushed: the gradients that were pushed for the next step, with their marks; None if none were.
-        sums: checksums of the weights that came, by which a hook's change of them is seen; on worker 0.
+        sums: checksums of weights on a GPU that came, on worker 0; those on the host are compared with the room's.
     """
 
     number: int
@@ -69,6 +69,7 @@ class _Part:
     def __post_init__(self) -> None:
         self.dtype, self.device = self.pieces[0][0].dtype, self.pieces[0][0].device
         self.numel = sum(piece.numel for _, piece in self.pieces)
+        self.nbytes = self.numel * self.dtype.itemsize
 
     def weights(self) -> list[Tensor]:
         """The weights of each piece, flat."""
@@ -77,6 +78,20 @@ class _Part:
     def joined(self) -> Tensor:
         """The weights of all pieces, flat, on the host."""
         return torch.cat([weights.cpu() for weights in self.weights()])
+
+    def note_weights(self, *, is_in_room: bool) -> None:
+        """On worker 0: notes the weights of now, as :meth:`has_changed` compares them with those of later."""
+        if self.device.type != "cpu":
+            self.sums = checksums(self.weights())
+        elif not is_in_room:
+            self.room.into.copy_(self.joined())
+
+    def has_changed(self) -> bool:
+        """Whether a hook has changed weights since they were noted."""
+        if self.device.type != "cpu":
+            return checksums(self.weights()) != self.sums
+        noted = [self.room.into[piece.offset : piece.end] for _, piece in self.pieces]
+        return not all(same_bytes(*pair) for pair in zip(self.weights(), noted, strict=True))
 
     def gradients(self) -> list[Any]:
         """The gradients of now, with their marks."""
@@ -136,7 +151,7 @@ class ServerTransport:
         """The bytes of weights that each server has."""
         found = [0] * self._servers.job.num_servers
         for part in self._parts:
-            found[part.server] += part.numel * part.dtype.itemsize
+            found[part.server] += part.nbytes
         return found
 
     @property
@@ -178,20 +193,19 @@ class ServerTransport:
             self.pull()
 
     def _make_parts(self, parameters: list[Parameter]) -> None:
-        """Cuts parameters of one dtype and device into the parts of buckets that servers have."""
+        """Cuts parameters of one dtype and device into parts that travel together."""
         placed = bucket_parts(
             [parameter.numel() for parameter in parameters],
             self._servers.job.num_servers,
             self._split,
             full_numel=self._bucket_bytes / parameters[0].dtype.itemsize,
         )
-        for server, pieces in (each for by_server in placed for each in enumerate(by_server)):
+        for server, pieces in placed:
             number = next(self._servers.numbers_of_parts)
-            if pieces:
-                part = _Part(number, server, [(parameters[piece.number], piece) for piece in pieces])
-                self._parts.append(part)
-                for index, (parameter, _) in enumerate(part.pieces):
-                    self._pieces.setdefault(parameter, []).append((part, index))
+            part = _Part(number, server, [(parameters[piece.number], piece) for piece in pieces])
+            self._parts.append(part)
+            for index, (parameter, _) in enumerate(part.pieces):
+                self._pieces.setdefault(parameter, []).append((part, index))
         for parameter in parameters:
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]][1].start)
             self._hooks.append(call_on_gradient(parameter, self._gradient_is_ready))
@@ -221,12 +235,17 @@ class ServerTransport:
             for part, out, into in zip(parts, pushed, pulled, strict=True):
                 part.room = Room(self._servers.pairs[server], part.number, out, into)
                 part.room.expect()
-                part.sums = checksums(part.weights()) if is_first else []
+                if is_first:
+                    part.note_weights(is_in_room=self._sees_weights(part))
 
     def _changed(self) -> list[_Part]:
         """On worker 0 the parts whose weights have changed since they came; elsewhere none."""
         parts = self._parts if self._servers.worker == 0 else []
-        return [part for part in parts if checksums(part.weights()) != part.sums]
+        return [part for part in parts if part.has_changed()]
+
+    def _sees_weights(self, part: _Part) -> bool:
+        """Whether the room has the weights of the server themselves."""
+        return self._servers.job.is_synchronous and part.room.pair.shares_memory
 
     # Push
 
@@ -240,13 +259,13 @@ class ServerTransport:
     def _push(self, part: _Part) -> None:
         part.pushed = part.gradients()
         part.num_pushes += 1
-        (gradients, event), room, size_bytes = self._on_host(part), part.room, part.numel * part.dtype.itemsize
+        (gradients, event), room = self._on_host(part), part.room
         transfer = self._servers.meter.begin(
             "push",
             group="servers",
             group_size=self._servers.job.num_workers,
-            size_bytes=size_bytes,
-            memory_bytes=size_bytes if room.pair.shares_memory else 0,
+            size_bytes=part.nbytes,
+            memory_bytes=part.nbytes if room.pair.shares_memory else 0,
             awaited=False,
         )
 
@@ -303,12 +322,13 @@ class ServerTransport:
                 "a hook has changed weights in place, and other workers have made updates to them meanwhile, which "
                 "would be lost: use strategy='sync_ps' with that hook"
             )
+        self._replace(changed)
         # Frozen parameters are neither pushed nor pulled.
         parts = [part for part in self._parts if any(p.requires_grad or p.grad is not None for p, _ in part.pieces)]
         for part in parts if is_first or not update.is_whole else ():
             if part.is_stale():  # backward has not pushed it, or it has changed
                 self._push(part)
-        start_s, size_bytes = servers.meter.now(), sum(part.numel * part.dtype.itemsize for part in parts)
+        start_s, size_bytes = servers.meter.now(), sum(part.nbytes for part in parts)
         with servers.meter.begin("pull", group="servers", group_size=servers.job.num_workers, size_bytes=size_bytes):
             norms = update.clip_norm is not None and servers.job.num_servers > 1 and (is_first or not is_synchronous)
             squares = {server: servers.pairs[server].expect() for server in self._asked if norms}
@@ -316,9 +336,7 @@ class ServerTransport:
             for server in self._asked:
                 own = [part for part in parts if part.server == server]
                 pushed = {part.number: (part.num_pushes, [p.grad is not None for p, _ in part.pieces]) for part in own}
-                weights = {part.number: part.joined() for part in changed if part.server == server}
-                request = Request(update, pushed, values, weights)
-                answers[server] = servers.ask(server, "step", self._number, request)
+                answers[server] = servers.ask(server, "step", self._number, Request(update, pushed, values))
             for server, future in self._pushing:
                 with answers[server].arriving():
                     future.result()
@@ -326,8 +344,6 @@ class ServerTransport:
             for server in squares:
                 servers.pairs[server].send(total)
             self._take_weights(parts, answers)
-            for part in changed:
-                part.sums = checksums(part.weights())
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
         for part in parts:
@@ -344,7 +360,7 @@ class ServerTransport:
                 fill(parameter, piece, weights[piece.offset : piece.end])
             part.room.expect()
             if self._servers.worker == 0:  # while others are on their way
-                part.sums = checksums(part.weights())
+                part.note_weights(is_in_room=True)
         self.version = max([self.version, *[answer.get() for answer in answers.values()]])
 
     @torch.no_grad()
@@ -359,10 +375,14 @@ class ServerTransport:
             Whether there were any: a hook or a checkpoint has changed them.
         """
         changed = self._changed()
-        for part in changed:
-            self._servers.tell(part.server, "replace", self._number, {part.number: part.joined()})
-            part.sums = checksums(part.weights())
+        self._replace(changed)
         return bool(changed)
+
+    def _replace(self, changed: Iterable[_Part]) -> None:
+        """Sends weights that a hook has changed."""
+        for part in changed:
+            self._servers.tell(part.server, "replace", self._number, part.number, part.joined())
+            part.note_weights(is_in_room=self._sees_weights(part))
 
     # States
 

@@ -90,9 +90,9 @@ def _own_arguments(args: Any, kwargs: Any, part: SplitTensor, offset: int) -> tu
 def _taken(
     args: Any, kwargs: Any, num_mixed: int = 0, fit: Callable[[Sequence[SplitTensor]], bool] = _are_alike
 ) -> tuple[SplitTensor, int] | None:
-    """The first of parts that fit, and its dimension from the end; None if an operation cannot run on parts.
+    """A part of those that fit, one that was computed before a held one, and its dimension from the end.
 
-    It mixes the entries along the last ``num_mixed`` dimensions, and no others.
+    None if an operation cannot run on parts: it mixes entries along the last ``num_mixed`` dimensions, and no others.
     """
     parts = _parts_in(args, kwargs)
     if not parts or kwargs.get("out") is not None or (len(parts) > 1 and not fit(parts)):
@@ -103,7 +103,7 @@ def _taken(
         return None
     if num_mixed and any(isinstance(each, Tensor) and each.dim() < num_mixed for each in given):
         return None
-    return parts[0], offset
+    return next((each for each in parts if not each.is_held), parts[0]), offset
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
@@ -113,9 +113,9 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     part, offset = taken
     if (name[-1] == "_" and name[-2] != "_") or name in _IN_PLACE or kwargs.get("inplace"):
-        if args[0] is not part:
+        if not isinstance(args[0], SplitTensor):
             return NotImplemented
-        own_values(part, changes=name)
+        own_values(args[0], changes=name)
     own, own_kwargs = _own_arguments(args, kwargs, part, offset)
     with part.placed.group.own_random(part.device) if name in _DRAWING else nullcontext():
         result = func(*own, **own_kwargs)
@@ -381,8 +381,10 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, inputs = ([each] if isinstance(each, Tensor) else [*each] for each in (given["outputs"], given["inputs"]))
     if any(isinstance(each, SplitTensor) for each in outputs):
         return NotImplemented
-    found = zip(func(*args, **kwargs), inputs, strict=True)
-    return tuple(g if g is None or not isinstance(x, SplitTensor) else SplitTensor.of(g, x.placed) for g, x in found)
+    return tuple(
+        g if g is None or not isinstance(x, SplitTensor) else SplitTensor.of(g, x.placed, is_held=x.is_held)
+        for g, x in zip(func(*args, **kwargs), inputs, strict=True)
+    )
 
 
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
@@ -414,6 +416,15 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
         return placed.own(found) if is_whole else local(found)
 
     return func(owner, hook_of_part)
+
+
+def _list_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """A change of each element of the tensors in a list by one number, as clipping makes it."""
+    tensors, *others = args
+    if kwargs or any(isinstance(each, list | tuple | SplitTensor) for each in others):
+        return NotImplemented
+    name = func.__name__
+    return func([own_values(t, changes=name) if isinstance(t, SplitTensor) else t for t in tensors], *others)
 
 
 def _refused(func: Any, args: Any, kwargs: Any) -> Any:
@@ -499,6 +510,8 @@ def rule_of(func: Any) -> Rule | None:
         return None if attribute in ("real", "imag") else _BY_ATTRIBUTE.get(attribute, _plain)
     if name == "__set__":
         return _assigned if func.__self__.__name__ in ("grad", "data") else _of_leaf
+    if name.startswith("_foreach_"):
+        return _list_in_place if name.endswith("_") and _is_pointwise(name[len("_foreach_") : -1]) else None
     bare = name.strip("_")
     names = (bare, bare[1:]) if name in _IN_PLACE else (bare,)
     is_each = any(each in _EACH or _is_pointwise(each) for each in names)

@@ -101,7 +101,8 @@ class SplitTensor(Tensor):
             return local
         if isinstance(local, Placeholder):
             return local.resized(placed.split.whole_shape(local))
-        _check_untransformed(placed.layer)
+        if torch._C._are_functorch_transforms_active():
+            _check_untransformed(placed.layer)
         part = local.as_subclass(cls)
         part.placed, part.gathered_views, part.is_held = placed, [], is_held
         return part

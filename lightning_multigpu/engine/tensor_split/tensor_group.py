@@ -169,9 +169,6 @@ class TensorGroup:
             "run this code, also where rank 0 alone uses the result"
         )
 
-    def __deepcopy__(self, memo: Any) -> TensorGroup:
-        return self
-
     @contextlib.contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
         """Within the block random numbers differ between ranks: for parts of tensors.

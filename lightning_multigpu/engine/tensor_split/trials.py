@@ -124,8 +124,8 @@ class Trials:
         self.left: list[Left] = []
         self.traffic: list[Sent] = []
 
-    def run(self, *searches: Callable[[dict[str, int]], list[Block]]) -> None:
-        """Splits the blocks that searches find by the order in which layers run, later ones if nothing is split.
+    def run(self, find: Callable[[dict[str, int]], list[Block]]) -> None:
+        """Splits the blocks that a search finds by the order in which layers run.
 
         Raises:
             ValueError: the step gives no loss.
@@ -137,12 +137,11 @@ class Trials:
         called = self._step.gather(found)[0]
         gc.collect()  # a graph of earlier runs that lives in a cycle would keep the whole shapes of parameters
         with _trained([p for p in self._module.parameters() if p.is_floating_point()]):  # later, a callback unfreezes
-            for find in searches:
-                by_kind: dict[str, list[Block]] = {}
-                for block in [] if self.split else find(called):
-                    by_kind.setdefault(block.kind, []).append(block)
-                for blocks in by_kind.values():
-                    self._split(blocks)
+            by_kind: dict[str, list[Block]] = {}
+            for block in find(called):
+                by_kind.setdefault(block.kind, []).append(block)
+            for blocks in by_kind.values():
+                self._split(blocks)
             if self.split:
                 self._compute()
 

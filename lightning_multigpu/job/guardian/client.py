@@ -69,7 +69,7 @@ class GuardianClient:
         self._is_printed = False
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
         self._process = os.getpid()
-        self._connection = Connection(_connected(address, rank, timeout_s, start_timeout_s))
+        self._connection = Connection(_connected(address, rank, start_timeout_s))
         try:
             self._connection.send("hello", rank=rank)
             welcome = self._welcome(time.monotonic() + timeout_s)
@@ -213,7 +213,7 @@ class GuardianClient:
                 if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
                     self.find_failure = lambda: None
                     self.failed(found)
-                select.select([self._connection], [], [], self._look_s)
+                select.select([self._connection.socket], [], [], self._look_s)
         self._printed.set()
         if self._leaving.is_set():
             return
@@ -235,8 +235,6 @@ class GuardianClient:
         self._end_s = 0.9 * failure_timeout_s
         self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 20)
 
-    # Messages
-
     def _send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: object) -> None:
         """Sends a message, but none from a forked child: it shares the connection, but is not this rank."""
         if not self._leaving.is_set() and os.getpid() == self._process:
@@ -246,7 +244,7 @@ class GuardianClient:
     def _welcome(self, deadline_s: float) -> Message:
         why = "it does not answer in time"
         while (left_s := deadline_s - time.monotonic()) > 0 and not self._connection.closed:
-            select.select([self._connection], [], [], left_s)
+            select.select([self._connection.socket], [], [], left_s)
             for message in self._connection.arriving():
                 if message["kind"] == "welcome":
                     return message
@@ -254,26 +252,24 @@ class GuardianClient:
         raise GuardianError(f"the guardian does not take rank {self.rank}: {why}")
 
 
-def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float) -> socket.socket:
-    """A socket that is connected to the guardian; waits for its start, and while the kernel's queue is full."""
+def _connected(address: str, rank: int, start_timeout_s: float) -> socket.socket:
+    """A socket that is connected to the guardian; waits for its start."""
     began_s, pause_s = time.monotonic(), _SHORTEST_POLL_S
     while True:
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
-        limit_s = start_timeout_s
         try:
             sock.connect("\0" + address)
             if not (why := foreign(sock)):
                 return sock
             problem = f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}"
         except OSError as error:
-            limit_s += timeout_s * isinstance(error, BlockingIOError)  # its queue is full
-            problem = f"rank {rank} finds no guardian on {host_name()} within {limit_s:g} s: {error}" + (
+            problem = f"rank {rank} finds no guardian on {host_name()} within {start_timeout_s:g} s: {error}" + (
                 ". The first rank of a host starts it: are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for all "
                 "ranks of the host, and has one of them LOCAL_RANK=0?"
             ) * (start_timeout_s > 0)
         sock.close()
-        if time.monotonic() - began_s > limit_s:
+        if time.monotonic() - began_s > start_timeout_s:
             raise GuardianError(problem)
         time.sleep(pause_s)
         pause_s = min(_POLL_S, 1.5 * pause_s)

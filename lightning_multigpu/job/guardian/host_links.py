@@ -169,8 +169,6 @@ class Hosts:
     def _own_name(self) -> str:
         return node_name(self._own_rank, host_name())
 
-    # Connections
-
     def _close_listener(self) -> None:
         if self._listener is not None:
             self._forget(self._listener)

@@ -85,9 +85,6 @@ class Connection:
         self._descriptors: list[int] = []
         self._data = b""
 
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
     def send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
         """Sends; closes the connection if its buffer is full, because the other end does not read."""
         if self.closed:

@@ -108,7 +108,7 @@ class Guardian:
     def print_failure(self, advice: str) -> bool:
         """As :meth:`GuardianClient.print_failure`; returns when it has been printed."""
         self._link.send("print", advice=advice)
-        while not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
+        while not self._link.closed and select.select([self._link.socket], [], [], _START_TIMEOUT_S)[0]:
             if any(message["kind"] == "printed" for message in self._link.arriving()):
                 return True
         return False
@@ -119,18 +119,15 @@ class Guardian:
         ``is_caught``: this process has raised the ranks' failure, and does not ask to print it any more.
         """
         self._link.send("stop", is_caught=is_caught)
-        self._close()
+        self._link.close()
+        if os.environ.get(ADDRESS) == self.address:
+            del os.environ[ADDRESS]
 
     def kill(self) -> None:
         """Kills it without a message: not all ranks could be started, and the started ones are being ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self._close()
-
-    def _close(self) -> None:
-        self._link.close()
-        if os.environ.get(ADDRESS) == self.address:
-            del os.environ[ADDRESS]
+        self.stop()
 
 
 def _listening_at(address: str, patience_s: float) -> socket.socket:

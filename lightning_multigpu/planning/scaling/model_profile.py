@@ -17,7 +17,6 @@ class Phases:
         input_s: waiting for the next batch, and moving it to the device.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
         other_s: Lightning's loop and the module's hooks.
-        jitter: (third quartile - first quartile) / median of the steps of a rank.
     """
 
     forward_s: float
@@ -26,7 +25,6 @@ class Phases:
     input_s: float = 0.0
     adding_s: float = 0.0
     other_s: float = 0.0
-    jitter: float = 0.0
 
     @property
     def step_s(self) -> float:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import sqrt
-from statistics import NormalDist
 from typing import Any
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
@@ -172,6 +171,11 @@ def predict(model: ModelProfile, machine: Machine, candidate: Candidate, world: 
             raise ImpossibleError(model.refused[refused])
     if world.size == 1 and name != "one_device":
         raise ImpossibleError(f"{name} needs 2 devices or more")
+    if world.size > (cores := machine.cores(world)):
+        raise ImpossibleError(
+            f"{world.size} ranks would share {cores:.0f} cores, and how much slower each of them is is not known; take "
+            "no more ranks than cores"
+        )
     if name in ("cpu_ps", "dp") and world.nodes > 1:
         raise ImpossibleError(f"{name} works on one host only")
     step = _Step(model, machine, candidate, world)
@@ -294,8 +298,6 @@ class _Step:
         elif name == "sharded_ps":
             optimizer_s /= max(2, world.nodes)
         exposed_s = end_s - phases.backward_s + cost.slowing * (phases.forward_s + phases.backward_s)
-        if name != "async_ps":  # every rank waits for the slowest one of each step
-            exposed_s += straggling_s(phases, world.size, cost.world.size)
         compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
         every = int(options.get("average_every", 1))
         return self._prediction(
@@ -424,18 +426,15 @@ class _Step:
     def _staged(self, plan: PipelinePlan, factor: float) -> Prediction:
         """A pipeline over all ranks; ``factor`` multiplies the time of each pass.
 
-        Every micro-batch but the first adds its gradients to those before. Idle ranks leave their core to others:
-        passes that run at the same time share the cores.
+        Every micro-batch but the first adds its gradients to those before.
         """
         machine, world, k = self.machine, self.world, self.candidate.accumulate
         ranks, micro_batches, stages = len(plan.memory), plan.num_micro_batches, plan.stages
-        crowd = round(min(machine.crowd(world), machine.cores(World(1, world.devices))))
-        phases = self.model.phases.times(machine.slowdown_of(crowd))
+        phases = self._phases()
         both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
         cost = machine.reference("pipeline_1f1b", world)
         tensors_s = micro_batches * len(self.model.gradients) * cost.tensor_s
         cost = replace(cost, fixed_s=cost.fixed_s + tensors_s, tensor_s=0.0)
-        both_s *= 1 + cost.slowing
         adding_s = phases.adding_s * (micro_batches - 1) / micro_batches / max(1, self.model.held.parameters_bytes)
         forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
         backward_s = [
@@ -448,9 +447,8 @@ class _Step:
             link = machine.link_inside(world) if is_inside else machine.link_between(world)
             cuts_s.append(link.latency_times(cost.scale).seconds(stage.output_bytes))
         orders = schedule_orders(plan.schedule, ranks, len(stages) // ranks, micro_batches)
-        cores = machine.cores(world)
-        total_s = step_time(orders, forward_s, backward_s, cuts_s, cores)
-        without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s), cores)
+        total_s = step_time(orders, forward_s, backward_s, cuts_s)
+        without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s))
         busy_s = max(
             micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
             for rank in range(ranks)
@@ -520,20 +518,6 @@ class _Step:
         measured = any(each.world == self.world for each in self.machine.references)
         transfers = share * (0.1 if measured else 0.3)
         return sqrt(_LEAST_UNCERTAINTY**2 + self.model.disturbed**2 + transfers**2)
-
-
-def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
-    """Seconds that more ranks wait longer for the slowest one than those of the calibration's world did.
-
-    The steps of a rank vary as a normal distribution whose quartiles are those of the measured steps. The largest of N
-    values is then expected at the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
-    """
-
-    def largest(count: int) -> float:
-        return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-    deviation_s = phases.jitter * phases.step_s / (2 * NormalDist().inv_cdf(0.75))
-    return max(0.0, deviation_s * (largest(num_ranks) - largest(of_reference)))
 
 
 def default_bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:

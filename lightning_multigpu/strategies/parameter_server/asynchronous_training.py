@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
 from lightning.pytorch.utilities import rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
@@ -193,10 +192,7 @@ class AsynchronousTraining(Callback):
 
     def _take_schedules(self, trainer: pl.Trainer) -> None:
         """Has Lightning leave schedules by step to :meth:`_step_schedulers`."""
-        try:
-            self._planned_updates = trainer.estimated_stepping_batches
-        except MisconfigurationException:  # accumulate_grad_batches changes: no scheduler has got the number either
-            self._planned_updates = math.inf
+        self._planned_updates = trainer.estimated_stepping_batches
         self._stepped = {id(config.scheduler): self._due(config) for config in _by_step(trainer)}
         loop: Any = trainer.fit_loop.epoch_loop
         lightnings = loop.update_lr_schedulers

@@ -132,25 +132,18 @@ class ParameterServerStrategy(MultiGPUStrategy):
                     "MASTER_ADDR to an address of the host of rank 0, and MASTER_PORT to a free port, here and for "
                     "'lightning-multigpu serve'"
                 )
-        if self._is_asynchronous and (
-            trainer.accumulate_grad_batches != 1
-            or any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
-        ):
-            raise ValueError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}: with mode='async' each batch of a rank is "
-                "an update; use a larger batch_size, or strategy='sync_ps'"
-            )
-        finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
-        if finders and self._is_asynchronous:
-            raise ValueError(
-                f"{type(finders[0]).__name__}: it has all ranks train in step with each other, which mode='async' does "
-                "not; find the value on one device with strategy='auto', and train with it"
-            )
-        if self._is_asynchronous and self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm=True: ranks wait for each other's statistics in every layer, and with mode='async' "
-                "they do not; use sync_batchnorm=False or strategy='sync_ps'"
-            )
+        if self._is_asynchronous:
+            kinds = BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler
+            names = [type(c).__name__ for c in trainer.callbacks if isinstance(c, kinds)]  # type: ignore[attr-defined]
+            if trainer.accumulate_grad_batches != 1:
+                names.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+            if self._layer_sync is not None:
+                names.append("sync_batchnorm=True")
+            if names:
+                raise ValueError(
+                    f"{names[0]}: with mode='async' each batch of a rank is an update, and no rank waits for another; "
+                    "leave it out, or use strategy='sync_ps'"
+                )
 
     @property
     @override

@@ -74,6 +74,8 @@ _RANDOM_LOSSES = (
     "numbers in evaluation mode too, or does not return a loss there"
 )
 _NOT_FINITE = "gradients of the first batch are not finite"
+_DEPTH = 8  # of operations from the loss, in its form
+_MOST_NODES = 2000
 
 
 class Proof:
@@ -127,7 +129,7 @@ class Proof:
                             obstacle = f"the whole module does not run ({type(problem).__name__}: {problem})"
                     told = model.group.from_last((error, obstacle, self.line, self._sizes))
                     error, obstacle, self.line, self._sizes = told
-            model.ownership.finish()
+            model.group.finish()
         if error:
             raise ValueError(error)
         if obstacle:
@@ -267,7 +269,7 @@ class Proof:
                 error, self.line = model.group.from_last((error, self.line))
                 if error or self.line.startswith(_NOT_PROVED):
                     break
-        model.ownership.finish()
+        model.group.finish()
         if error:
             raise PipelineError(error)
 
@@ -293,3 +295,40 @@ class Proof:
                 state[name] = value.to_dense() if value.is_sparse else value
         found = pipeline.whole_weights(state, streams=False)
         return {name: value.detach().cpu() for name, value in found.items()} if model.is_last else {}
+
+
+class LossForms:
+    """Remembers from which operations losses were computed: one with a new term is proved again.
+
+    A form is the set of pairs of successive operations, with their distances from the loss. Distances of 8 and more
+    count as 8, so that loops of varying length make few forms. A loss that lacks operations has no new form.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, str, str]] = set()
+
+    def is_new(self, loss: Tensor) -> bool:
+        """Whether the graph of ``loss``, before backward, has a pair of operations that no earlier loss had.
+
+        The first loss has no new one. The graph is followed to the leaves and to the stage's inputs, over at most 2000
+        operations.
+        """
+        found: set[tuple[int, str, str]] = set()
+        nodes: list[Any] = [loss.grad_fn]
+        seen = set(nodes)
+        depth = 0
+        while nodes and len(seen) < _MOST_NODES:
+            following: list[Any] = []
+            for node in nodes:
+                name = node.name() if node is not None else ""
+                for other, _ in () if node is None else node.next_functions:
+                    if other is None:
+                        continue
+                    found.add((depth, name, other.name()))
+                    if other not in seen:
+                        seen.add(other)
+                        following.append(other)
+            nodes, depth = following, min(depth + 1, _DEPTH)
+        is_new = bool(self._known) and not found <= self._known
+        self._known |= found
+        return is_new

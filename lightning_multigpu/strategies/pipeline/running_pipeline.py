@@ -36,7 +36,7 @@ from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
-from lightning_multigpu.engine.pipeline.stages.runner import LossForms, PipelineRunner
+from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.tensor_split.parts import whole
 from lightning_multigpu.engine.training_memory import held_bytes, measured_bytes
@@ -45,6 +45,7 @@ from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRec
 from lightning_multigpu.strategies.pipeline.clipping import StageClipping
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.preparation import Preparation
+from lightning_multigpu.strategies.pipeline.proof import LossForms
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss

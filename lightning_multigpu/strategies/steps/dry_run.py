@@ -25,20 +25,6 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 
-QUIET_SETTINGS: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 0,
-    "fast_dev_run": False,
-    "barebones": False,
-    "profiler": None,
-}
-"""Options of a Trainer that runs only to its first batch, and writes nothing."""
-
-
 def check_takes_batch(module: pl.LightningModule) -> None:
     """Raises ValueError for a training step that takes batches by itself: a dry run would take some from training."""
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:

@@ -64,6 +64,7 @@ READS: dict[str, Callable[[Any], Any]] = {
     "values assigned": _assign_values,
     "values assigned to a parameter": lambda p: setattr(p, "data", p * 2),
     "lists": lambda p: torch._foreach_mul_([p.grad, torch.ones(3)], torch.tensor(0.5))[0].norm(),
+    "lists of numbers": lambda p: torch._foreach_add_([p.grad, torch.ones(3)], [0.5, 1.0]),
     "lists of results": lambda p: torch._foreach_mul([p.grad, torch.ones(3)], 0.5)[0].norm(),
     "an own average": lambda p: torch.ones(SHAPE).lerp_(p.detach(), 0.1),
     "clipped": lambda p: torch.nn.utils.clip_grad_norm_([p], 0.3),

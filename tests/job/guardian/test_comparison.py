@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, ENDED, UNDER_WAY, Entry
-from lightning_multigpu.job.guardian.hang.hang_watch import View, hang_report, mismatch
+from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch, View, hang_report, mismatch
 from lightning_multigpu.job.guardian.protocol import decode, encode
 
 
@@ -135,4 +135,6 @@ def test_the_table_shows_first_who_does_not_wait() -> None:
 
 def test_a_view_travels_between_hosts() -> None:
     sent = view(3, *[entry(f"{'g' * 20}{i} all_reduce 5", ranks="0-62:2") for i in range(28)], place="\0" * 160)
-    assert View.from_message(decode(encode("view", view=sent))["view"]) == sent
+    watch: Any = HangWatch(None, None, None, None)  # type: ignore[arg-type]
+    watch.receive("host", decode(encode("views", views=[sent] * 24, quiet=[(3, 1.0)])), 5.0)
+    assert watch._of_others["host"] == ({3: 4.0}, {3: sent})

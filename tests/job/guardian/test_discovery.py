@@ -6,14 +6,12 @@ Strangers at its socket, such as other users of the host, end and slow down no j
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -139,22 +137,3 @@ def test_another_user_is_refused_at_once() -> None:
         assert sock.recv(1000) == b"", "closed"
         job.go_on()
         job.ends(0)
-
-
-def test_a_rank_that_comes_behind_a_crowd_waits_in_line() -> None:
-    """So many connections at once that the kernel takes no more: the rank was told that its guardian had ended."""
-    guardian = Guardian.start(num_ranks=1, failure_timeout_s=60)
-    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
-        stack.callback(guardian.stop)
-        os.kill(guardian.pid, signal.SIGSTOP)  # all that happens meanwhile comes to it in one round of its loop
-        try:
-            with suppress(BlockingIOError):
-                while True:
-                    sock = stack.enter_context(socket.socket(socket.AF_UNIX))
-                    sock.setblocking(False)
-                    sock.connect("\0" + guardian.address)
-            coming = pool.submit(GuardianClient, guardian.address, rank=0, on_failure=print)
-            time.sleep(0.3)
-        finally:
-            os.kill(guardian.pid, signal.SIGCONT)
-        coming.result(60).leave()

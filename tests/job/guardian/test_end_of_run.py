@@ -73,18 +73,6 @@ def test_a_rank_that_ends_between_two_runs_is_a_failure_of_the_second_run(capfd:
     assert "was ended by SIGKILL" in capfd.readouterr().err
 
 
-def test_the_end_of_the_guardian_between_two_runs_fails_the_second_one() -> None:
-    begins = f"{RESTS}print('rests', flush=True); sys.stdin.readline(); {AGAIN}sys.exit(3)"
-    with Job(begins, failure_timeout_s=1.0) as job:
-        (rank,) = job.ranks
-        assert line_of(rank) == "rests\n"
-        os.kill(job.guardian.pid, signal.SIGKILL)
-        with pytest.raises(subprocess.TimeoutExpired):
-            rank.wait(1.2)
-        assert "the guardian" in rank.communicate("\n", timeout=60)[0]
-        assert rank.returncode == 3
-
-
 COUNTS = "client.counts_interrupts(); "
 
 

@@ -12,7 +12,7 @@ ranks in different collectives, the run ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -53,11 +53,6 @@ class View(NamedTuple):
     place: str = ""
     own: str = ""
     entries: tuple[Entry, ...] = ()
-
-    @classmethod
-    def from_message(cls, values: Sequence[Any]) -> View:
-        """The view that another host has sent as a list of JSON values."""
-        return cls(*values)._replace(entries=tuple(Entry(*entry) for entry in values[-1]))
 
 
 Views = dict[int, View]
@@ -177,7 +172,10 @@ class HangWatch:
 
     def receive(self, host: Hashable, message: Message, now_s: float) -> None:
         """Notes what the guardian of another host has seen of its ranks."""
-        views = map(View.from_message, message["views"])
+        views = [
+            View(*fields)._replace(entries=tuple(Entry(*entry) for entry in entries))
+            for *fields, entries in message["views"]
+        ]
         quiet = {rank: now_s - age_s for rank, age_s in message["quiet"]}
         self._of_others[host] = quiet, {view.rank: view for view in views}
 
@@ -226,8 +224,6 @@ class HangWatch:
         if not found:
             return None
         return Failure(f"{mismatch_text(found, views)}. {_FIX}", host=host_name())
-
-    # Looks at the ranks of this host
 
     def _views(self) -> Views:
         return {rank.rank: self._view(rank) for rank in self._ranks.at_work}
