@@ -203,9 +203,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def _start_servers(self, store: Any, job: Job) -> None:
         """Starts this host's servers on its first rank."""
         own = range(self.node_rank, job.num_servers, self.num_nodes) if self.local_rank == 0 else range(0)
-        # Synchronous workers wait while servers update.
-        beside = self.num_processes if self._is_asynchronous and self.root_device.type == "cpu" else 0
-        threads = max(1, usable_cores() // max(1, len(own) + beside))
+        computing = len(own) + (self.num_processes if self.root_device.type == "cpu" else 0)
+        threads = max(1, usable_cores() // max(1, computing))
         self._processes = [ServerProcess(store.host, store.port, job.name, k, num_threads=threads) for k in own]
         for process in self._processes:
             self._undo.callback(process.close)
