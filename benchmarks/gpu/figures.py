@@ -24,7 +24,6 @@ from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, NotPossibleError, Place
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.bench.sizes import size_text
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.bench.strategies.models import BenchGPT, Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
@@ -36,6 +35,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.numbers import size as size_of
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import init_group, rank, world_size
 
@@ -115,7 +115,7 @@ def all_reduce(place: Place, *, over_nccl: bool) -> str:
         for way, seconds in found.items():
             middle = statistics.median(seconds)
             figures = f"{median_ms(seconds, 2):28} {size / middle / 1e9:12.3f}  {middle / base:.3f}"
-            lines.append(f"{size_text(size):8} {way:24} {figures}")
+            lines.append(f"{size_of(size):8} {way:24} {figures}")
     return _table(lines)
 
 

@@ -167,13 +167,10 @@ def test_compression_is_measured_with_as_many_ranks_as_cores() -> None:
     class Hosts:
         placement = SimpleNamespace(devices=4, num_nodes=1)
 
-        def turns(self, crowds: list[int]) -> list[tuple[int, int]]:
-            return [(crowd, crowd) for crowd in crowds]
-
         def start(self, *_: Any, **__: Any) -> Hosts:
             return self
 
-        def answers(self, crowd: int) -> list[dict[str, Any]]:
+        def turn(self, crowd: int) -> list[dict[str, Any]]:
             return [{"boot": "", "seconds": dict.fromkeys(names, float(crowd))}] * crowd
 
         def end(self) -> None: ...
