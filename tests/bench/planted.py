@@ -62,7 +62,7 @@ def faulty(group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
 
 
 LIAR = Implementation("liar", "gloo", liar, "tells lies")
-FORGETFUL = Implementation("forgetful", "gloo", forgetful, "does it once", ("all_reduce",))
+FORGETFUL = Implementation("forgetful", "gloo", forgetful, "does it once", "all_reduce")
 FAULTY = Implementation("faulty", "gloo", faulty, "fails in many ways")
 
 

@@ -9,7 +9,7 @@ import lightning.pytorch.accelerators.cuda
 import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 
 from lightning_multigpu.bench.collectives.collective_run import group_of
 from lightning_multigpu.bench.jobs.placement import placement
@@ -18,7 +18,7 @@ from lightning_multigpu.bench.strategies.contenders import Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, make_trainer
 from lightning_multigpu.commands.benches.bench_options import header, header_lines
-from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, place, rank_devices, sharing_note
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, rank_devices, sharing_note
 
 GPU = torch.device("cuda", 0)
 NCCL = {"new": (2, 31, 2), "old": (2, 28, 9)}
@@ -64,10 +64,6 @@ def test_strategies_were_refused(name: str, backend: str | None) -> None:
     assert strategy.process_group_backend == backend  # type: ignore[attr-defined]
 
 
-def test_each_rank_by_itself(backend: str | None) -> None:
-    assert strategy_of(Contender("no communication")).root_device == GPU
-
-
 @pytest.mark.usefixtures("backend")
 def test_a_back_end_that_the_user_has_chosen() -> None:
     strategy = strategy_of(contender("ring_ddp:process_group_backend=gloo"))
@@ -75,10 +71,9 @@ def test_a_back_end_that_the_user_has_chosen() -> None:
 
 
 def test_one_rank_has_the_gpu_for_itself() -> None:
-    strategy = DDPStrategy()
-    place(strategy, rank_devices("cuda", 1, 1))
-    assert (strategy.parallel_devices, strategy.process_group_backend) == ([GPU], None)
-    assert strategy_of(contender("ddp"), 0, 1).root_device == GPU
+    strategy = strategy_of(contender("ddp"), 0, 1)
+    assert strategy.root_device == GPU
+    assert strategy.process_group_backend is None  # type: ignore[attr-defined]
 
 
 def test_ranks_take_gpus_in_turn() -> None:

@@ -128,7 +128,7 @@ def support(
             missing = "not built"
         elif device == "cuda" and not torch.cuda.device_count():
             missing = "no GPU"
-        elif implementation.devices and device not in implementation.devices:
+        elif implementation.own and device != "cpu":
             missing = NOT_SUPPORTED
         rows: dict[str, CollectiveResult] = {}
         had = [] if missing else [each for each in operations if implementation.has(each.name)]

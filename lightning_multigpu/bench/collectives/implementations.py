@@ -28,26 +28,24 @@ class Implementation:
         backend: the back end of torch.distributed whose process group it gets.
         make: returns the operations over such a group, by name, if there are so many ranks on each host. A function of
             a module, since it is sent to ranks by its name.
-        operations: their names; empty where trying decides.
-        devices: types of device whose tensors it takes; empty for those that the back end is meant for.
+        own: the only operation of an algorithm of this pack, on CPU tensors; "" for a back end, where trying decides.
     """
 
     name: str
     backend: str
     make: Callable[..., Mapping[str, Call]]
     summary: str
-    operations: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
+    own: str = ""
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is built and meant for "cpu" or "cuda" tensors."""
         import torch.distributed as dist
 
-        meant = self.devices or dist.Backend.backend_capability.get(self.backend, ())
+        meant = ["cpu"] if self.own else dist.Backend.backend_capability.get(self.backend, ())
         return self.is_built and device_type in meant
 
     def has(self, operation: str) -> bool:
-        return not self.operations or operation in self.operations
+        return self.own in ("", operation)
 
     @property
     def is_built(self) -> bool:
@@ -134,13 +132,9 @@ def broadcasts(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, C
     return {"all_gather": gather}
 
 
-def _ours(name: str, make: Callable[..., Mapping[str, Call]], summary: str, operation: str) -> Implementation:
-    return Implementation(name, "gloo", make, f"this pack's {summary}", (operation,), ("cpu",))
-
-
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *(
-        _ours(kind, partial(ring_ddp, kind), summary, "all_reduce")
+        Implementation(kind, "gloo", partial(ring_ddp, kind), f"this pack's {summary}", own="all_reduce")
         for kind, summary in {
             "shared_memory": "shared memory, for the ranks of one host",
             "ring": "ring, over gloo's messages",
@@ -153,5 +147,5 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),
     Implementation("ucc", "ucc", torch_collectives, "UCC, where torch was built with it"),
 )
-OWNERS = _ours("owners", broadcasts, "broadcasts of ddp_sharded, one from each owner", "all_gather")
+OWNERS = Implementation("owners", "gloo", broadcasts, "broadcasts of ddp_sharded, one from each owner", "all_gather")
 """Of no bench: calibration times it."""

@@ -154,9 +154,7 @@ class RankJob:
                 late = next(rank for rank, answer in enumerate(answers) if not self._store.check([answer]))
                 rank_process.note_failure(self._store, 2, late, f"no answer within {limit_s:g} s")
             if self._note_deaths() or self._store.check(["failures"]):
-                time.sleep(
-                    _GRACE_S
-                )  # a death explains an exception of another rank, and an exception the wait of another
+                time.sleep(_GRACE_S)  # a death explains another rank's exception, and that the wait of a third
                 self._note_deaths()
                 self.kill()
                 failures = [json.loads(line) for line in self._store.get("failures").splitlines()]
