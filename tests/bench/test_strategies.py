@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor
 
@@ -145,21 +144,7 @@ class TestTurns:
         monkeypatch.setattr(clock, lambda timeline, after=None: model.now_s)
         return model
 
-    def fit(self, tmp_path: Path, model: LightningModule, requests: Any, **options: int) -> None:
-        fit = trainer(tmp_path, max_epochs=-1, callbacks=[TakesTurns(requests, **options)])
-        fit.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
-
-    def test_times_the_steps_after_the_warm_up_and_stands_still_in_between(
-        self, tmp_path: Path, model: Counting
-    ) -> None:
-        requests = FakeRequests(model)
-        self.fit(tmp_path, model, requests, warm_up=1, steps=2, batch_size=7)
-        assert requests.trained == [0, 3, 6], "the fit went on while it was not its turn"
-        assert [taken.seconds for taken in requests.answers] == [[2.0, 3.0], [5.0, 6.0]]
-        assert (requests.answers[0].parameters, requests.answers[0].samples) == (2, 7)
-        assert requests.answers[0].metered is None
-
-    def test_the_meter_tells_of_timed_steps_only(
+    def test_steps_after_the_warm_up_are_timed_and_metered_and_in_between_it_stands_still(
         self, tmp_path: Path, model: Counting, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         meter = Meter(clock=lambda: model.now_s)
@@ -172,11 +157,15 @@ class TestTurns:
 
         monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank.meter_of", lambda trainer: meter)
         monkeypatch.setattr(model, "training_step", step)
-        requests = FakeRequests(model)
-        self.fit(tmp_path, model, requests, warm_up=2, steps=1)
-        first, second = (taken.metered for taken in requests.answers)
-        assert first == {"total_ms": 3000.0, "hidden_ms": 0.0, "exposed_ms": 3000.0, "sent_bytes": 3000.0}
-        assert second == {"total_ms": 6000.0, "hidden_ms": 0.0, "exposed_ms": 6000.0, "sent_bytes": 6000.0}
+        requests: Any = FakeRequests(model)
+        fit = trainer(tmp_path, max_epochs=-1, callbacks=[TakesTurns(requests, warm_up=1, steps=2, batch_size=7)])
+        fit.fit(model, repeated(torch.ones(3, 2), 3, 20, 1))
+        assert requests.trained == [0, 3, 6], "the fit went on while it was not its turn"
+        first, second = requests.answers
+        assert (first.seconds, second.seconds) == ([2.0, 3.0], [5.0, 6.0])
+        assert (first.parameters, first.samples) == (2, 7)
+        assert first.metered == {"total_ms": 2500.0, "hidden_ms": 0.0, "exposed_ms": 2500.0, "sent_bytes": 2500.0}
+        assert second.metered == {"total_ms": 5500.0, "hidden_ms": 0.0, "exposed_ms": 5500.0, "sent_bytes": 5500.0}
 
 
 class TestNames:
