@@ -83,7 +83,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
 def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
     from lightning_multigpu.bench.collectives.collective_run import FAILED, measure
 
-    for cells in (_COLUMNS, (unit for _, unit in _COLUMNS.values())):
+    shown = [*_COLUMNS][: None if options.link_gbit else -1]
+    for cells in (shown, [_COLUMNS[title][1] for title in shown]):
         print(f"#{_line(cells)[1:].rstrip()}", flush=True)
     entries: list[dict[str, Any]] = []
     for result in measure(hosts, plan):
