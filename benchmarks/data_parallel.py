@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from benchmarks.heading import heading
 from lightning_multigpu import DataParallelStrategy
-from lightning_multigpu.bench.strategies.models import MODELS, repeated
+from lightning_multigpu.bench.strategies.models import BenchGPT, BenchMLP, repeated
 from lightning_multigpu.communication.metering.meter import Meter
 
 BATCH_SIZES = {"gpt": 16, "mlp": 256}
@@ -75,9 +75,9 @@ def travel_ms(meter: Meter) -> dict[str, float]:
 def compare(name: str, given: argparse.Namespace) -> None:
     """Prints the ways' steps for one model."""
     torch.manual_seed(0)
-    model = MODELS[name]()
+    model = {"mlp": BenchMLP, "gpt": BenchGPT}[name]()
     batch_size = BATCH_SIZES[name]
-    batch = model.example_batch(batch_size)  # type: ignore[operator]
+    batch = model.example_batch(batch_size)
     replicas = f"dp, {given.devices} replicas of 1 thread"
     ways = {
         "one replica of 1 thread": {"devices": 1, "threads": 1},

@@ -19,7 +19,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -40,6 +42,8 @@ from lightning_multigpu.commands.calibrate import read
 from lightning_multigpu.commands.plans.measured_model import measured_model
 from lightning_multigpu.commands.plans.scaling_cli import strategy_of
 from lightning_multigpu.commands.plans.short_run import PlannedModule
+from lightning_multigpu.engine.placeholder import Placeholder
+from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
 from lightning_multigpu.planning.scaling.machine_model import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.step_model import Candidate, ImpossibleError, predict
@@ -233,8 +237,9 @@ def _measured_apart(name: str, bandwidth: str, world: World, options: argparse.N
 
 def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | None:
     """Median steps of an optimizer step and memory, by strategy; None on hosts but the first."""
-    make, batch_size = MODELS[name]
-    subject = Subject(name, make, batch_size)
+    folder = Path(tempfile.gettempdir()).absolute() / "planner_memory"  # that hosts share
+    subject = Subject(name, partial(_counting, name, folder), MODELS[name][1])
+    memory: list[dict[str, int]] = []
     with HostAgents(placement(world.devices, world.nodes), threads=1) as hosts:
         others = ONE_HOST if world.nodes == 1 else HOSTS
         rows, texts = [], [NO_COMMUNICATION, *others[:4], NO_COMMUNICATION, *others[4:]]
@@ -242,17 +247,21 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
             k = ACCUMULATED if text.endswith("x4") else 1
             plan = StrategyPlan(
                 subject=replace(subject, accumulate=k), device_type="cpu", repetitions=repetitions,
-                steps=ACCUMULATED, warm_up=k, timeout_s=300.0, counts_memory=True,
+                steps=ACCUMULATED, warm_up=k, timeout_s=300.0,
             )  # fmt: skip
             none = text == NO_COMMUNICATION
             run = StrategyRun(hosts, Contender(text) if none else contender(text.partition(" ")[0]), plan)
+            for path in folder.glob("*.json") if hosts.prints else ():
+                path.unlink()
             rows += take_turns([run])  # alone: ranks of others that wait for their turn slow it down
+            ranks = [json.loads(path.read_text()) for path in folder.glob("*.json")] if hosts.prints else []
+            memory.append(max(ranks, key=lambda kinds: sum(kinds.values()), default={}))
         if not hosts.prints:
             return None
     found: dict[str, Any] = {}
     alone = [row for row in rows if row.label == NO_COMMUNICATION]
     mean_s = statistics.fmean(seconds for row in alone for seconds in row.rank_medians_s)
-    for text, row in zip(texts, rows, strict=True):
+    for text, row, held in zip(texts, rows, memory, strict=True):
         if row.step_s is None:
             found[text] = {"reason": row.reason}
             continue
@@ -260,9 +269,41 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
         groups = [sum(row.seconds[i : i + k]) for i in range(0, len(row.seconds) - k + 1, k)]
         found[text] = {
             "step_s": statistics.median(groups), "mean_s": mean_s,
-            "samples_per_s": row.samples_per_s, "memory": row.memory,
+            "samples_per_s": row.samples_per_s, "memory": held,
         }  # fmt: skip
     return found
+
+
+class CountsMemory(pl.Callback):
+    """Writes the bytes of each kind that a rank holds in its second step into a file of the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._saved: SavedActivations | None = None
+        self._counting = ExitStack()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx == 1:
+            held = [parameter for parameter in pl_module.parameters() if not isinstance(parameter, Placeholder)]
+            self._saved = SavedActivations([*held, *pl_module.buffers()])
+            self._counting.enter_context(self._saved.counted())
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any) -> None:
+        if self._saved is not None:
+            self._counting.close()
+            held = asdict(measured_bytes(pl_module.parameters(), trainer.optimizers))
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / f"{trainer.global_rank}.json"
+            path.write_text(json.dumps({**held, "activations_bytes": self._saved.peak_bytes}))
+            self._saved = None
+
+
+def _counting(name: str, folder: Path) -> pl.LightningModule:
+    module: pl.LightningModule = MODELS[name][0]()
+    module.configure_callbacks = lambda: [CountsMemory(folder)]  # type: ignore[method-assign]
+    return module
 
 
 def _report(folder: Path) -> list[dict[str, Any]]:

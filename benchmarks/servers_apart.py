@@ -49,7 +49,7 @@ def main() -> None:
     options = f"num_servers={servers},bucket_cap_mb={arguments.bucket_cap_mb}"
     named = f"{__spec__.name if __spec__ else __name__}.Apart:{options}"
     command = [*program, "bench", "strategies", "--num-nodes", str(workers)]
-    strategies = ["--devices", "1", "--strategies", "ring_ddp", named, "--baseline", "ring_ddp"]
+    strategies = ["--devices", "1", "--strategies", "ring_ddp", named]
     os.execv(sys.executable, [*command, *strategies, *others])
 
 

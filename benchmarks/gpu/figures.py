@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import compression, pipeline_step, tensor_split
 from benchmarks.compared import columns, compared, median_ms
 from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, NotPossibleError, Place
+from benchmarks.host_time import SmallLayers
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
-from lightning_multigpu.bench.sizes import size_text
 from lightning_multigpu.bench.strategies.contenders import contender
 from lightning_multigpu.bench.strategies.models import BenchGPT, Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
@@ -37,6 +36,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.planning.numbers import size as size_of
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import init_group, rank, world_size
 
@@ -47,25 +47,6 @@ _ROUNDS = {4 << 10: 30, 1 << 20: 20, 16 << 20: 8, 64 << 20: 5}  # bytes: all-red
 _CODED_ELEMENTS = 25_000_000 // 4096 * 1024
 _CODINGS = ("bf16", "int8")
 _MICRO_BATCHES = 4
-
-
-class SmallLayers(LightningModule):
-    """100 x Linear(16, 16): 200 parameters and next to no compute."""
-
-    default_batch_size = 8
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(100)))
-
-    def example_batch(self, batch_size: int) -> Tensor:
-        return torch.randn(batch_size, 16)
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return self.layers(batch).square().mean()  # type: ignore[no-any-return]
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
 def ring_over_ddp(place: Place, *, model: type[SmallLayers | BenchGPT]) -> str:
@@ -116,7 +97,7 @@ def all_reduce(place: Place, *, over_nccl: bool) -> str:
         for way, seconds in found.items():
             middle = statistics.median(seconds)
             figures = f"{median_ms(seconds, 2):28} {size / middle / 1e9:12.3f}  {middle / base:.3f}"
-            lines.append(f"{size_text(size):8} {way:24} {figures}")
+            lines.append(f"{size_of(size):8} {way:24} {figures}")
     return _table(lines)
 
 

@@ -117,10 +117,9 @@ def with_kernels(hosts: HostAgents, device_type: str, base: Machine, world: Worl
     crowds = sorted({1, *(2**i for i in range(1, 10) if 2**i < most), most})
     seconds: dict[int, dict[str, float]] = {}
     boots: list[str] = []
-    turns = hosts.turns(crowds)
-    job = hosts.start("kernels", kernels.serve, device_type, turns, timeout_s=_TIMEOUT_S, start_timeout_s=_TIMEOUT_S)
-    for number, crowd in turns:
-        answers = job.answers(number)
+    job = hosts.start(kernels.serve, device_type, timeout_s=_TIMEOUT_S)
+    for crowd in crowds:
+        answers = job.turn(crowd)
         boots = [answer["boot"] for answer in answers]
         of_ranks = [answer["seconds"] for answer in answers if answer["seconds"]]
         seconds[crowd] = {name: max(each[name] for each in of_ranks) for name in of_ranks[0]}

@@ -177,7 +177,7 @@ def _try_all_reduce(agents: HostAgents, backend: str, timeout_s: float) -> str:
         return f"failed: {error}".partition("\n")[0]
     if row.wrong:
         return f"failed: {row.wrong} of {row.numel * agents.placement.world_size} elements of the sums are wrong"
-    return "ok" if row.status == "ok" else f"{'timed out' if row.status == 'timed out' else 'failed'}: {row.reason}"
+    return "ok" if row.status == "ok" else f"failed: {row.reason}"
 
 
 def report(

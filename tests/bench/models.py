@@ -30,19 +30,6 @@ class Tiny(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class WithLoader(Tiny):
-    """Brings its own loader."""
-
-    example_batch = None  # type: ignore[assignment]
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        raise NotImplementedError
-
-
-class NoData(LightningModule):
-    """Brings nothing."""
-
-
 class OwnModel(Tiny):
     """Brings no data, and takes an argument that a configuration file gives."""
 

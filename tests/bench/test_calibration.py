@@ -146,13 +146,10 @@ def test_kernels_are_measured_with_as_many_ranks_as_cores_at_most() -> None:
     names += tuple(f"{figure} {coding}" for figure in ("ratio", "coding") for coding in kernels.CODINGS)
 
     class Hosts:
-        def turns(self, crowds: list[int]) -> list[tuple[int, int]]:
-            return [(crowd, crowd) for crowd in crowds]
-
         def start(self, *_: Any, **__: Any) -> Hosts:
             return self
 
-        def answers(self, crowd: int) -> list[dict[str, Any]]:
+        def turn(self, crowd: int) -> list[dict[str, Any]]:
             return [{"boot": "", "seconds": dict.fromkeys(names, float(crowd))}] * crowd
 
         def end(self) -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import ArgumentTypeError
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_multigpu.bench.collectives import implementations, support
+from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
-from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
+from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
 from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS
 from lightning_multigpu.cli import main
+from lightning_multigpu.commands.benches import bench_collectives
+from lightning_multigpu.commands.benches.bench_collectives import entry, line, size_bytes, summary
 from lightning_multigpu.report.statistics import Spread
 from tests.bench.planted import FAULTY, FORGETFUL, LIAR
 
@@ -31,8 +34,7 @@ def bench(tmp_path: Path, *arguments: str, status: int = 0) -> dict[str, Any]:
 
 @pytest.fixture
 def planted(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = (*implementations.IMPLEMENTATIONS, LIAR, FORGETFUL, FAULTY)
-    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", rows)
+    monkeypatch.setattr(bench_collectives, "IMPLEMENTATIONS", (*IMPLEMENTATIONS, LIAR, FORGETFUL, FAULTY))
 
 
 def test_every_operation_on_every_implementation_that_is_there(
@@ -81,63 +83,62 @@ def test_wrong_results_are_counted_and_end_with_status_one(tmp_path: Path, plant
     assert wrong == {(operation.name, "liar"): 1 for operation in OPERATIONS}
 
 
-def test_a_fault_takes_one_row_and_the_others_go_on(
+def test_a_refusal_takes_one_row_and_a_lost_rank_ends_the_bench(
     tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["all_reduce", "reduce", "broadcast", "gather", "scatter", "barrier"]
-    document = bench(tmp_path, *QUICK, "--backends", "faulty,gloo", "--operations", *names, "--timeout=3")
-    by_place = {(r["operation"], r["implementation"], r["size_bytes"]): r for r in document["results"]}
-    ended = {
-        "reduce": ("crashed", "rank 1: its process was ended by SIGKILL"),
-        "broadcast": ("timed out", "no answer within 3 s"),
-        "gather": ("failed", "rank 1: RuntimeError: no route"),
-        "scatter": ("not supported", "rank 0: NotImplementedError: not on this back end"),
+    names = ["gather", "scatter", "all_reduce", "broadcast", "barrier"]
+    document = bench(tmp_path, *QUICK, "--backends=faulty,gloo", "--operations", *names, "--timeout=3", status=1)
+    rows = {
+        (r["operation"], r["implementation"], r["size_bytes"]): (r["status"], r["reason"]) for r in document["results"]
     }
-    for name in names:
-        for size in (0,) if name == "barrier" else (1024, 16384):
-            assert by_place[name, "gloo", size]["status"] == "ok"
-        if name in ended:
-            row = by_place[name, "faulty", 1024]
-            assert (row["status"], row["reason"]) == ended[name]
-            assert row["time_us"] is row["wrong"] is row["busbw_gb_per_sec"] is None
-            assert (name, "faulty", 16384) not in by_place, "a larger size was tried after all"
-    assert by_place["all_reduce", "faulty", 16384]["status"] == by_place["barrier", "faulty", 0]["status"] == "ok"
+    ok = dict.fromkeys([(name, "gloo", size) for name in names[:3] for size in (1024, 16384)], ("ok", None))
+    ok |= dict.fromkeys([("all_reduce", "faulty", size) for size in (1024, 16384)], ("ok", None))
+    assert rows == {
+        **ok,
+        ("gather", "faulty", 1024): ("failed", "rank 1: RuntimeError: no route"),
+        ("scatter", "faulty", 1024): ("not supported", "rank 0: NotImplementedError: not on this back end"),
+        ("broadcast", "faulty", 1024): ("failed", "rank 1: no answer within 3 s"),
+    }
+    [failed] = [r for r in document["results"] if r["operation"] == "gather" and r["implementation"] == "faulty"]
+    assert failed["time_us"] is failed["wrong"] is failed["busbw_gb_per_sec"] is None
     assert "not supported: rank 0: NotImplementedError: not on this back end" in capsys.readouterr().out
 
 
-def test_support_is_found_by_trying(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In the rows of a bench, whose faults are those above."""
-    names = ["reduce", "broadcast", "all_reduce", "barrier"]
-    faults: dict[str, Any] = {"reduce": {"status": "crashed", "reason": "rank 1: gone"}, "all_reduce": {"wrong": 3}}
-
-    def measured(hosts: Any, plan: CollectivePlan) -> Iterator[CollectiveResult]:
-        [tried] = plan.implementations
-        for operation in plan.operations:
-            if tried.has(operation.name):
-                fault = faults.get(operation.name, {}) if tried.name == "gloo" else {}
-                yield CollectiveResult(operation=operation, implementation=tried.name, size_bytes=1, **fault)
-
-    monkeypatch.setattr(support, "measure", measured)
-    document = bench(tmp_path, "--support", "--backends", "gloo", "ring", "mpi", "--operations", *names, status=1)
+def test_support_is_found_by_trying(tmp_path: Path, planted: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """New ranks try what is left after a crash."""
+    names = ["reduce", "scatter", "all_reduce", "barrier"]
+    backends = ("faulty", "ring", "forgetful", "mpi")
+    document = bench(tmp_path, "--support", "--backends", *backends, "--operations", *names)
     cells = {(c["implementation"], c["device"], c["operation"]): c for c in document["results"]}
-    assert len(cells) == 3 * 2 * len(names)
-    assert [cells["gloo", "cpu", name]["status"] for name in names] == ["crashed", "ok", "wrong", "ok"]
-    assert [cells["gloo", "cpu", name]["reason"] for name in names] == ["rank 1: gone", None, "3 wrong elements", None]
+    assert len(cells) == len(backends) * 2 * len(names)
+    of_faulty = [(cells["faulty", "cpu", name]["status"], cells["faulty", "cpu", name]["reason"]) for name in names]
+    assert of_faulty == [
+        ("failed", "rank 1: its process was ended by SIGKILL"),
+        ("not supported", "rank 0: NotImplementedError: not on this back end"),
+        *[("ok", None)] * 2,
+    ]
     assert [cells["ring", "cpu", name]["status"] for name in names] == [*["not supported"] * 2, "ok", "not supported"]
     if not torch.distributed.is_mpi_available():
         assert cells["mpi", "cpu", "reduce"]["status"] == "not built"
     if not torch.cuda.device_count():
-        assert cells["gloo", "cuda", "reduce"]["status"] == "no GPU"
+        assert cells["ring", "cuda", "reduce"]["status"] == "no GPU"
     assert all(cell["supported"] == (cell["status"] == "ok") for cell in cells.values())
     printed = capsys.readouterr().out.splitlines()
-    assert ["gloo", "cpu", "crashed", "ok", "wrong", "ok"] in [line.split() for line in printed]
-    assert "# gloo, cpu, reduce: rank 1: gone" in printed
+    assert ["faulty", "cpu", "failed", "not", "supported", "ok", "ok"] in [line.split() for line in printed]
+    assert "# faulty, cpu, reduce: rank 1: its process was ended by SIGKILL" in printed
+
+
+def test_wrong_results_are_no_support(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(hosts: Any, plan: CollectivePlan) -> Iterator[CollectiveResult]:
+        yield CollectiveResult(operation=BY_NAME["gather"], implementation="gloo", size_bytes=1, wrong=3)
+
+    monkeypatch.setattr(collective_run, "measure", measured)
+    gloo = [each for each in IMPLEMENTATIONS if each.name == "gloo"]
+    cell = collective_run.support(Any, gloo, [BY_NAME["gather"]], 1.0)[0]  # type: ignore[arg-type]
+    assert (cell["supported"], cell["status"], cell["reason"]) == (False, "wrong", "3 wrong elements")
 
 
 class TestTable:
-    TABLE = CollectivesTable(world_size=4, dtype=torch.bfloat16, link_gbit=400)
     ROW = CollectiveResult(
         operation=BY_NAME["all_reduce"],
         implementation="ring",
@@ -148,14 +149,21 @@ class TestTable:
 
     def test_row_and_share_of_the_peak(self) -> None:
         """28 MB in 1 ms are a bus bandwidth of 28 x 6/4 = 42 GB/s; four adapters of 100 Gbit/s are 50 GB/s."""
-        assert self.TABLE.row(self.ROW).split() == [
+        row = entry(self.ROW, 4, "bfloat16", 400)
+        assert line(row).split() == [
             *("28000000", "14000000", "bfloat16", "all_reduce", "ring"),
-            *("1000.0", "500.0", "1500.0", "28.000", "42.000", "84.0", "%", "0"),
+            *("1000.0", "500.0", "1500.0", "28.000", "42.000", "0", "84.0", "%"),
         ]
-        [line] = self.TABLE.summary([self.ROW])
-        assert line.startswith("# all_reduce, ring: busbw 42 of 50 GB/s = 84 % (at ")
+        slower, failed = {**row, "size_bytes": 10, "busbw_gb_per_sec": 41.0}, {**row, "busbw_gb_per_sec": None}
+        expected = "# all_reduce, ring: busbw 42.0 of 50.0 GB/s = 84 % (at 28.0 MB)"
+        assert summary([slower, row, failed], 400) == [expected]
 
-    def test_summary_takes_the_fastest_size(self) -> None:
-        slower = CollectiveResult(**{**vars(self.ROW), "size_bytes": 10})
-        failed = CollectiveResult(**{**vars(self.ROW), "seconds": None, "status": "failed", "reason": "why"})
-        assert self.TABLE.summary([slower, self.ROW, failed]) == self.TABLE.summary([self.ROW])
+
+WRITTEN = {"512": 512, "512b": 512, "64k": 65536, "64 KiB": 65536, "64kB": 64000, "1.5m": 3 << 19, "1g": 1 << 30}
+
+
+def test_sizes_are_read() -> None:
+    assert {text: size_bytes(text) for text in WRITTEN} == WRITTEN
+    for text in ("", "0", "-1k", "64q", "k", "1.5", "1..5k", "inf"):
+        with pytest.raises(ArgumentTypeError, match="such as 64k or 1MiB"):
+            size_bytes(text)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 import pytest
 
-from lightning_multigpu.bench.jobs import rank_process
-from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
+from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob, fork_server
 from lightning_multigpu.bench.jobs.placement import Placement, placement
+from lightning_multigpu.bench.jobs.rank_process import Seat
 from tests.bench.conftest import ranks
 from tests.bench.planted import obey
 from tests.world import free_port
@@ -24,14 +24,9 @@ from tests.world import free_port
 TIMEOUT_S = 60.0
 
 
-def started(
-    hosts: HostAgents, *words: tuple[str, int | None], settings: Any = None, timeout_s: float = TIMEOUT_S
-) -> tuple[RankJob, Callable[[], list[Any]]]:
-    """A job that does these in its turns; returns a function for the answers of the next one."""
-    turns = hosts.turns(words)
-    job = hosts.start("job", obey, settings, turns, timeout_s=timeout_s, start_timeout_s=TIMEOUT_S)
-    numbers = iter(number for number, _ in turns)
-    return job, lambda: job.answers(next(numbers))
+def started(hosts: HostAgents, settings: Any = None, timeout_s: float = TIMEOUT_S) -> RankJob:
+    """A job whose ranks do what a turn says."""
+    return hosts.start(obey, settings, timeout_s=timeout_s, start_timeout_s=TIMEOUT_S)
 
 
 class TestOneHost:
@@ -42,41 +37,30 @@ class TestOneHost:
 
     def test_answers_come_in_rank_order(self, hosts: HostAgents, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WORLD_SIZE", "17")  # of a launcher: not the ranks' concern
-        job, answers = started(hosts, ("answer", None), ("answer", None), settings="settings")
+        job = started(hosts, "settings")
         for _ in range(2):
-            assert answers() == [["settings", rank, rank, None, 3] for rank in range(2)]
+            assert job.turn(("answer", None)) == [["settings", rank, rank, None, 3] for rank in range(2)]
         job.end()
         assert not ranks()
 
     @pytest.mark.parametrize(
-        ("word", "status", "reason"),
+        ("word", "reason"),
         [
-            ("raise", "failed", "rank 1: ValueError: as told"),
-            ("exit", "crashed", "rank 1: its process ended with exit status 3"),
-            ("return", "crashed", "rank 1: its process ended with exit status 0"),
-            ("hang", "timed out", "no answer within 2 s"),
+            ("raise", "rank 1: ValueError: as told"),
+            ("exit", "rank 1: its process ended with exit status 3"),
+            ("return", "rank 1: its process ended with exit status 0"),
+            ("hang", "rank 1: no answer within 2 s"),
         ],
     )
-    def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, status: str, reason: str) -> None:
-        _, answers = started(hosts, ("answer", None), (word, 1), timeout_s=2.0)
-        answers()
-        with pytest.raises(JobError) as raised:
-            answers()
-        assert (raised.value.status, str(raised.value)) == (status, reason)
-        assert status == "timed out" or not raised.value.all_ranks
-        assert not ranks()
-        _, again = started(hosts, ("answer", None))
-        assert len(again()) == 2
-
-    def test_a_rank_that_ends_after_its_last_turn_has_not_failed(self, hosts: HostAgents) -> None:
-        job, answers = started(hosts, ("answer", None))
-        while ranks():
-            time.sleep(0.02)
-        asked_before = iter([False])
-        with patch.object(job, "store", wraps=job.store) as store:
-            store.check.side_effect = lambda keys: next(asked_before, hosts.store.check(keys))
-            assert len(answers()) == 2
-        assert not rank_process.failures(hosts.store, job.name)
+    def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, reason: str) -> None:
+        """Another job goes on."""
+        job, other = started(hosts, timeout_s=2.0), started(hosts)
+        for each in (job, other):
+            each.turn(("answer", None))
+        with pytest.raises(JobError, match=f"^{reason}$"):
+            job.turn((word, 1))
+        assert len(ranks()) == 2
+        assert len(other.turn(("answer", None))) == 2
 
     def test_a_rank_that_cannot_be_started_ends_the_others(
         self, hosts: HostAgents, monkeypatch: pytest.MonkeyPatch
@@ -90,47 +74,33 @@ class TestOneHost:
             start(process)
 
         monkeypatch.setattr(ForkServerProcess, "start", started_or_not)
-        _, answers = started(hosts, ("answer", None))
-        with pytest.raises(JobError, match="rank 1: EOFError: unexpected") as raised:
-            answers()
-        assert raised.value.status == "crashed"
+        with pytest.raises(JobError, match="rank 1: EOFError: unexpected"):
+            started(hosts).turn(("answer", None))
         assert not ranks()
-
-    def test_jobs_take_turns(self, hosts: HostAgents) -> None:
-        """And so do what is left of them, where one of them fails."""
-        turns = hosts.turns([("answer", None), ("exit", 0), ("answer", None), ("answer", None)])
-        limits = {"timeout_s": TIMEOUT_S, "start_timeout_s": TIMEOUT_S}
-        jobs: list[RankJob] = [hosts.start("job", obey, name, turns[name::2], **limits) for name in (0, 1)]
-        assert [answer[0] for answer in jobs[0].answers(0)] == [0, 0]
-        with pytest.raises(JobError, match="exit status 3"):
-            jobs[1].answers(1)
-        assert [answer[0] for answer in jobs[0].answers(2)] == [0, 0]
-        hosts.skip(3)
-        _, again = started(hosts, ("answer", None))
-        assert len(again()) == 2
 
 
 class TestTwoHosts:
     def test_each_host_hears_the_answers_and_the_failures_of_all(self) -> None:
-        on_both_hosts(self._run)
+        """A death explains what the ranks of other hosts raise."""
+
+        def check(hosts: HostAgents) -> None:
+            job = started(hosts)
+            assert [answer[1:3] for answer in job.turn(("answer", None))] == [[0, 0], [1, 1], [2, 0], [3, 1]]
+            with pytest.raises(JobError, match="rank 3: its process was ended by SIGKILL"):
+                job.turn(("die and raise", 3))
+            assert len(started(hosts).turn(("answer", None))) == 4
+
+        on_both_hosts(check)
         assert not ranks()
 
-    @staticmethod
-    def _run(hosts: HostAgents) -> None:
-        hosts.check_settings({"--devices": "2"})
-        _, answers = started(hosts, ("answer", None), ("exit", 3))
-        assert [answer[1:3] for answer in answers()] == [[0, 0], [1, 1], [2, 0], [3, 1]]
-        with pytest.raises(JobError, match="rank 3: its process ended with exit status 3") as raised:
-            answers()
-        assert not raised.value.all_ranks
-        _, again = started(hosts, ("answer", None))
-        assert len(again()) == 4
-
-    def test_hosts_that_were_started_with_different_options_are_told(self) -> None:
+    def test_hosts_that_were_started_with_different_commands_are_told(self) -> None:
         def check(hosts: HostAgents) -> None:
             agent = hosts.placement.agent
-            with pytest.raises(ValueError, match=f"--steps={agent} here, {1 - agent} on host {1 - agent}; run the"):
-                hosts.check_settings({"--devices": "2", "--steps": str(agent)})
+            if agent == 0:
+                hosts.check_command("bench 0")
+                return
+            with pytest.raises(ValueError, match="'bench 1' here, 'bench 0' on the first host; run the same command"):
+                hosts.check_command(f"bench {agent}")
 
         on_both_hosts(check)
 
@@ -143,22 +113,12 @@ class TestTwoHosts:
                 return target.touch, ()
 
         with HostAgents(placement(1, environment={}), threads=1) as hosts:
-            hosts.store.set("0/0", base64.b64encode(pickle.dumps(Touch())))
-            silent = patch.object(hosts, "store", wraps=hosts.store, set=lambda *_: None)
-            with silent, pytest.raises(ValueError, match="Expecting value"):
-                hosts.check_settings({})
+            job = started(hosts)
+            store: Any = job._seat.store()
+            store.set("answer 0 0", base64.b64encode(pickle.dumps(Touch())))
+            with patch.object(RankJob, "_ask"), pytest.raises(ValueError, match="Expecting value"):
+                job.turn(("answer", None))
         assert not target.exists()
-
-    def test_a_death_explains_what_the_ranks_of_other_hosts_raise(self) -> None:
-        def check(hosts: HostAgents) -> None:
-            _, answers = started(hosts, ("answer", None), ("die and raise", 3))
-            answers()
-            with pytest.raises(JobError, match="rank 3: its process was ended by SIGKILL") as raised:
-                answers()
-            assert raised.value.status == "crashed"
-
-        on_both_hosts(check)
-        assert not ranks()
 
 
 def _place(node_rank: int, port: int) -> Placement:
@@ -173,6 +133,7 @@ def on_both_hosts(bench: Callable[[HostAgents], None]) -> None:
         with HostAgents(place, threads=1) as hosts:
             bench(hosts)
 
+    fork_server([obey.__module__])  # of both
     port = free_port()
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(run, _place(node_rank, port)) for node_rank in range(2)]:
@@ -194,7 +155,8 @@ class TestPlacement:
 
     def test_several_hosts(self) -> None:
         place = _place(1, 1234)
-        assert (place.agent, place.num_agents, place.world_size, place.rank(1)) == (1, 2, 4, 3)
+        assert (place.agent, place.num_agents, place.world_size) == (1, 2, 4)
+        assert Seat(placement=place, local_rank=1).rank == 3
         assert (place.main_address, place.main_port, place.has_store) == ("127.0.0.1", 1234, False)
 
     @pytest.mark.parametrize("environment", [{}, {"MASTER_ADDR": "a"}, {"MASTER_ADDR": "a", "NODE_RANK": "2"}])
@@ -202,39 +164,37 @@ class TestPlacement:
         with pytest.raises(ValueError, match=r"--num-nodes=2: .*MASTER_ADDR .*0 to 1, in NODE_RANK"):
             placement(2, 2, environment)
 
-    @pytest.mark.parametrize("port", ["abc", "0", "65536"])
-    def test_a_port_that_is_none(self, port: str) -> None:
-        with pytest.raises(ValueError, match=f"MASTER_PORT={port} is out of range"):
-            placement(2, 2, {"MASTER_ADDR": "a", "MASTER_PORT": port, "NODE_RANK": "0"})
+    @pytest.fixture
+    def launched(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, str]]:
+        """Sets the variables of a launcher, and returns the environment."""
+        for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets both: what was there before is put back
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
 
-    def test_torchrun_decides_how_many(self) -> None:
+        def set_all(**variables: str) -> Mapping[str, str]:
+            for name, value in variables.items():
+                monkeypatch.setenv(name, value)
+            return os.environ
+
+        return set_all
+
+    def test_torchrun_decides_how_many(self, launched: Callable[..., Mapping[str, str]]) -> None:
         ranks = {"RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "3", "GROUP_RANK": "1"}
         store = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        environment = {**ranks, **store, "MASTER_ADDR": "first", "MASTER_PORT": "29500"}
+        environment = launched(**ranks, **store, MASTER_ADDR="first", MASTER_PORT="29500")
         place = placement(None, None, environment)
         assert (place.agent, place.num_agents) == (5, 6)
         assert (place.node_rank, place.num_nodes, place.devices, place.local_ranks) == (1, 2, 3, (2,))
-        assert place.rank(2) == 5
-        assert place.has_store
+        assert (place.main_address, place.main_port, place.has_store) == ("first", 29500, True)
         with pytest.raises(ValueError, match="--devices=2, and the launcher has started 3"):
             placement(2, None, environment)
         with pytest.raises(ValueError, match="--num-nodes=1, and the launcher has started 2"):
             placement(3, 1, environment)
 
-    def test_slurm(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_slurm(self, launched: Callable[..., Mapping[str, str]]) -> None:
         job = {"NTASKS": "4", "NTASKS_PER_NODE": "2", "JOB_NAME": "train", "JOB_ID": "4242", "NNODES": "2"}
         task = {"NODELIST": "node[7-8]", "NODEID": "1", "PROCID": "3", "LOCALID": "1"}
-        slurm = {f"SLURM_{name}": value for name, value in {**job, **task}.items()}
-        for name, value in slurm.items():
-            monkeypatch.setenv(name, value)
-        for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets both: what was there before is put back
-            monkeypatch.setenv(name, "")
-            monkeypatch.delenv(name)
-        place = placement(None, None, slurm)
+        place = placement(None, None, launched(**{f"SLURM_{name}": value for name, value in {**job, **task}.items()}))
         assert (place.agent, place.num_agents) == (3, 4)
         assert (place.node_rank, place.num_nodes, place.devices, place.local_ranks) == (1, 2, 2, (1,))
         assert place.main_address == "node7"
-
-    def test_numbers_out_of_range(self) -> None:
-        with pytest.raises(ValueError, match="--devices=0"):
-            placement(0, environment={})

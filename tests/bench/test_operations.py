@@ -6,23 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS, Buffers, Operation, Pattern
+from lightning_multigpu.bench.collectives.operations import BY_NAME, OPERATIONS, Buffers, Operation, pattern
 
 CPU = torch.device("cpu")
 MOVING = [operation for operation in OPERATIONS if operation.has_size]
 
 
-def filled(
-    operation: Operation, world_size: int, dtype: torch.dtype, size: int = 1200
-) -> tuple[list[Buffers], Pattern]:
-    pattern = Pattern(world_size, dtype, CPU, summed=operation.is_sum)
+def filled(operation: Operation, world_size: int, dtype: torch.dtype, size: int = 1200) -> list[Buffers]:
     ranks = [
         Buffers.make(operation, size, rank=rank, world_size=world_size, dtype=dtype, device=CPU)
         for rank in range(world_size)
     ]
     for buffers in ranks:
-        buffers.fill(pattern)
-    return ranks, pattern
+        buffers.fill()
+    return ranks
 
 
 def perform(name: str, inputs: list[Tensor]) -> list[Tensor | None]:
@@ -49,43 +46,40 @@ def perform(name: str, inputs: list[Tensor]) -> list[Tensor | None]:
 @pytest.mark.parametrize("operation", MOVING, ids=lambda operation: operation.name)
 def test_right_results_are_right_and_a_wrong_element_is_counted(operation: Operation, world_size: int) -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.int32):
-        ranks, pattern = filled(operation, world_size, dtype)
+        ranks = filled(operation, world_size, dtype)
         results = perform(operation.name, [buffers.input.clone() for buffers in ranks])
         for buffers, result in zip(ranks, results, strict=True):
             if result is None:
-                assert buffers.wrong(pattern) == 0, "nothing is expected of this rank"
+                assert buffers.wrong() == 0, "nothing is expected of this rank"
                 continue
             buffers.output.copy_(result)
-            assert buffers.wrong(pattern) == 0
+            assert buffers.wrong() == 0
             buffers.output[-1] += 1
             buffers.output[0] += 1
-            assert buffers.wrong(pattern) == 2
+            assert buffers.wrong() == 2
 
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_ranks_and_chunks_do_not_look_alike(summed: bool) -> None:
     """Sizes are powers of two: with a period that divides them, a chunk in the wrong place would pass."""
     for world_size in (2, 4, 8) if summed else (2, 4, 8, 16, 64):
-        pattern = Pattern(world_size, torch.float32, CPU, summed=summed)
-        tensors = [torch.empty(1 << 12) for _ in range(world_size)]
+        tensors = [pattern(torch.empty(1 << 12), [rank], world_size, summed=summed) for rank in range(world_size)]
         for rank, tensor in enumerate(tensors):
-            pattern.fill(tensor, rank)
-            for chunk in range(1, world_size):
-                size = tensor.numel() // world_size
-                assert pattern.wrong(tensor[:size], rank, chunk * size) > 0
-            for other in range(rank):
-                assert pattern.wrong(tensor, other) > 0
+            chunks = tensor.chunk(world_size)
+            assert not any(torch.equal(chunks[0], chunk) for chunk in chunks[1:])
+            assert not any(torch.equal(tensor, other) for other in tensors[:rank])
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 64, 100])
 def test_sums_are_exact_in_bfloat16(world_size: int) -> None:
-    pattern = Pattern(world_size, torch.bfloat16, CPU, summed=True)
-    tensor, total = torch.empty(300, dtype=torch.bfloat16), torch.zeros(300)
-    for rank in range(world_size):
-        pattern.fill(tensor, rank)
-        total += tensor.float()
+    like = torch.empty(300, dtype=torch.bfloat16)
+    total = sum(pattern(like, [rank], world_size, summed=True).float() for rank in range(world_size))
+    assert isinstance(total, Tensor)
     assert total.max() <= 256
-    assert pattern.wrong(total.bfloat16(), None) == 0
+    assert torch.equal(total.bfloat16(), pattern(like, range(world_size), world_size, summed=True))
+    assert torch.equal(
+        total[100:].bfloat16(), pattern(like[100:], range(world_size), world_size, summed=True, offset=100)
+    )
 
 
 def test_bus_factors_are_those_of_nccl_tests() -> None:
@@ -96,7 +90,7 @@ def test_bus_factors_are_those_of_nccl_tests() -> None:
 
 def test_size_is_the_whole_where_ranks_hold_parts() -> None:
     for operation in MOVING:
-        ranks, _ = filled(operation, 3, torch.float32, size=1000)
+        ranks = filled(operation, 3, torch.float32, size=1000)
         for buffers in ranks:
             assert buffers.numel == 249, "1000 bytes are 250 elements, of which 249 can be divided by 3"
             assert buffers.size_bytes == 996

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import lightning.fabric.accelerators.cuda
 import lightning.pytorch.accelerators.cuda
 import pytest
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy
 
-from lightning_multigpu.bench.collectives.collective_run import join
-from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
+from lightning_multigpu.bench.collectives.collective_run import group_of
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.jobs.rank_process import Seat
-from lightning_multigpu.bench.machine import header, header_lines
 from lightning_multigpu.bench.strategies.contenders import Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, make_trainer
-from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, place, rank_devices, sharing_note
+from lightning_multigpu.commands.benches.bench_options import header, header_lines
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, rank_devices, sharing_note
 
 GPU = torch.device("cuda", 0)
 
@@ -61,10 +62,6 @@ def test_strategies_were_refused(name: str, backend: str | None) -> None:
     assert strategy.process_group_backend == backend  # type: ignore[attr-defined]
 
 
-def test_each_rank_by_itself(backend: str | None) -> None:
-    assert strategy_of(Contender("no communication")).root_device == GPU
-
-
 @pytest.mark.usefixtures("backend")
 def test_a_back_end_that_the_user_has_chosen() -> None:
     strategy = strategy_of(contender("ring_ddp:process_group_backend=gloo"))
@@ -72,10 +69,9 @@ def test_a_back_end_that_the_user_has_chosen() -> None:
 
 
 def test_one_rank_has_the_gpu_for_itself() -> None:
-    strategy = DDPStrategy()
-    place(strategy, rank_devices("cuda", 1, 1))
-    assert (strategy.parallel_devices, strategy.process_group_backend) == ([GPU], None)
-    assert strategy_of(contender("ddp"), 0, 1).root_device == GPU
+    strategy = strategy_of(contender("ddp"), 0, 1)
+    assert strategy.root_device == GPU
+    assert strategy.process_group_backend is None  # type: ignore[attr-defined]
 
 
 def test_ranks_take_gpus_in_turn() -> None:
@@ -84,17 +80,16 @@ def test_ranks_take_gpus_in_turn() -> None:
 
 
 def test_the_output_says_that_ranks_share() -> None:
-    head = header(placement(3, environment={}), threads=1, device_type="cuda", command=["bench"])
+    head = header(placement(3, environment={}), threads=1, device_type="cuda", command="bench")
     assert head["note"] == sharing_note(3, 1)
     assert header_lines(head)[-1] == (
         "# 3 ranks share 1 GPU, its time and its memory: these times are no forecast of ranks with a GPU each"
     )
-    assert header(placement(1, environment={}), threads=1, device_type="cuda", command=[])["note"] is None
-    assert header(placement(3, environment={}), threads=1, device_type="cpu", command=[])["note"] is None
+    assert header(placement(1, environment={}), threads=1, device_type="cuda", command="")["note"] is None
+    assert header(placement(3, environment={}), threads=1, device_type="cpu", command="")["note"] is None
 
 
 def test_nccl_that_refuses_says_why() -> None:
     """Its own message, of an invalid usage, named no reason."""
-    (nccl,) = (row for row in IMPLEMENTATIONS if row.name == "nccl")
     with pytest.raises(RuntimeError, match=r"share a GPU over NCCL from version 2\.31 on, where \w+=1 is set"):
-        join(nccl, "cuda", 1.0, seat(0, 2))
+        group_of("nccl", [GPU, GPU], GPU, timedelta(seconds=1))

@@ -2,54 +2,39 @@
 
 For one operation and size::
 
-    ring    try . . . . . . time . . . . time . . . . . . time          ranks that are not asked sleep
-    gloo    . . try . . . . . . . . time . . . . time . . . . . time
-                            round 1      round 2      ...               every other round in reverse order
-
-Each implementation has a job of its own. Where one fails, its row says how, its ranks are ended and started anew for
-the next operation, and the others go on.
+    ring    try . . . time . . . . . . time      all in the same ranks; one that is not asked does nothing
+    gloo    . . try . . . time . . time
+                      round 1    round 2         every other round in reverse order
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
+from functools import partial
+from itertools import pairwise, product
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.bench.collectives.implementations import Call, Implementation
-from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers, Operation, Pattern
-from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
+from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers, Operation
+from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, rank_devices, share_a_gpu, sharing_backend
 from lightning_multigpu.report.statistics import Spread
 
-OK = "ok"
+OK, NOT_SUPPORTED, FAILED, WRONG = "ok", "not supported", "failed", "wrong"
 
 _TURN_S = 0.05
 _MAX_CALLS = 50
 _ESTIMATING_CALLS = 2
 _LATE_S = 0.05
-
-
-@dataclass(frozen=True)
-class CollectiveTurn:
-    """A turn of an implementation: in round 0 it is tried, in others called as often as fits into a turn.
-
-    It is answered by the number of elements, the size in bytes, the number of elements that are wrong, in the first and
-    the last round, and the seconds of each call.
-    """
-
-    implementation: str
-    operation: str
-    size: int
-    round: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,15 +55,6 @@ class CollectivePlan:
     timeout_s: float
     join_s: float = 60.0
 
-    def turns(self) -> Iterator[CollectiveTurn]:
-        for operation in self.operations:
-            having = [each.name for each in self.implementations if each.has(operation.name)]
-            for size in self.sizes if operation.has_size else [0]:
-                yield from (CollectiveTurn(name, operation.name, size, 0) for name in having)
-                for number in range(1, 1 + self.repetitions):
-                    order = having if (self.repetitions - number) % 2 == 0 else having[::-1]
-                    yield from (CollectiveTurn(name, operation.name, size, number) for name in order)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CollectiveResult:
@@ -97,175 +73,165 @@ class CollectiveResult:
     wrong: int = 0
     seconds: Spread | None = None
 
-    def algbw(self) -> float | None:
-        """Bytes per second: S over the median time; None where nothing was moved or timed."""
-        if self.seconds is None or not self.numel:
-            return None
-        return self.size_bytes / self.seconds.median
-
-    def busbw(self, world_size: int) -> float | None:
-        """algbw times the operation's factor: comparable with the speed of the wire."""
-        algbw = self.algbw()
-        return None if algbw is None else algbw * self.operation.bus_factor(world_size)
-
 
 def measure(hosts: HostAgents, plan: CollectivePlan) -> Iterator[CollectiveResult]:
-    """The rows, one after another; an operation that fails on one size is not tried on larger ones."""
-    turns = hosts.turns(list(plan.turns()))
-    runs = {
-        each.name: ImplementationRun(hosts, each, plan, [turn for turn in turns if turn[1].implementation == each.name])
-        for each in plan.implementations
-    }
-    for number, turn in turns:
-        result = runs[turn.implementation].take(number, turn)
-        if result is not None:
-            yield result
-    for run in runs.values():
-        if run.job is not None:
-            run.job.end()
+    """The rows, one after another; an operation that fails on one size is not tried on larger ones.
+
+    It is "not supported" where every rank refuses it. Where a rank dies or does not answer, its row is the last one.
+    """
+    settings = plan.implementations, plan.device_type, plan.dtype, plan.warm_up, plan.timeout_s
+    job = hosts.start(serve, settings, timeout_s=plan.timeout_s, start_timeout_s=plan.join_s)
+    for operation in plan.operations:
+        names = [each.name for each in plan.implementations if each.has(operation.name)]
+        for size in plan.sizes if operation.has_size else [0]:
+            rows = {name: CollectiveResult(operation=operation, implementation=name, size_bytes=size) for name in names}
+            calls = dict.fromkeys(names, 0)
+            seconds: dict[str, list[float]] = {name: [] for name in names}
+            for number in range(1 + plan.repetitions):  # in the first round each is tried
+                is_last = number == plan.repetitions
+                for name in names[:] if (plan.repetitions - number) % 2 == 0 else names[::-1]:
+                    try:
+                        answers = job.turn((name, operation.name, size, calls[name], is_last or not number))
+                    except JobError as error:
+                        yield replace(rows[name], status=FAILED, reason=str(error))
+                        return
+                    errors = [f"rank {rank}: {each}" for rank, each in enumerate(answers) if isinstance(each, str)]
+                    if errors:
+                        names.remove(name)
+                        status = NOT_SUPPORTED if len(errors) == len(answers) and not number else FAILED
+                        yield replace(rows[name], status=status, reason=errors[0])
+                        continue
+                    numels, sizes, wrong, times = zip(*answers, strict=True)
+                    worst = max(rows[name].wrong, sum(wrong))
+                    rows[name] = replace(rows[name], numel=numels[0], size_bytes=sizes[0], wrong=worst)
+                    slowest = [max(call) for call in zip(*times, strict=True)]
+                    if number:
+                        seconds[name] += slowest
+                    else:
+                        calls[name] = max(1, min(_MAX_CALLS, int(_TURN_S / max(slowest[-1], 1e-9))))
+                    if is_last:
+                        yield replace(rows[name], seconds=Spread.of(seconds[name]) if number else None)
+    job.end()
 
 
-@dataclass
-class ImplementationRun:
-    """One implementation in the course of the table; in the operation ``failed`` it takes no further part."""
+def support(
+    hosts: HostAgents, implementations: Sequence[Implementation], operations: Sequence[Operation], timeout_s: float
+) -> list[dict[str, Any]]:
+    """The entries of ``bench collectives --support``: each operation is tried on a few KiB of float32.
 
-    hosts: HostAgents
-    implementation: Implementation
-    plan: CollectivePlan
-    turns: Sequence[tuple[int, CollectiveTurn]]
-    job: RankJob | None = None
-    failed: str | None = None
-    _row: CollectiveResult | None = None
-    _seconds: list[float] = field(default_factory=list)
-
-    def take(self, number: int, turn: CollectiveTurn) -> CollectiveResult | None:
-        """Takes a turn. The last one of a size has the row, or the first one that fails."""
-        if self.failed == turn.operation:
-            self.hosts.skip(number)
-            return None
-        if turn.round == 0:
-            name = self.implementation.name
-            self._row = CollectiveResult(operation=BY_NAME[turn.operation], implementation=name, size_bytes=turn.size)
-            self._seconds = []
-        assert self._row is not None
-        try:
-            self.job = self.job or self._started(number)
-            answers = self.job.answers(number)
-        except JobError as error:
-            self.job, self.failed = None, turn.operation
-            # Where every rank refuses at the first try, the operation is not supported.
-            refused = error.status == "failed" and turn.round == 0 and error.all_ranks
-            return replace(
-                self._row, numel=0, wrong=0, status="not supported" if refused else error.status, reason=str(error)
-            )
-        numels, sizes, wrong, seconds = zip(*answers, strict=True)
-        self._row = replace(self._row, numel=numels[0], size_bytes=sizes[0], wrong=max(self._row.wrong, sum(wrong)))
-        if turn.round:
-            self._seconds += [max(call) for call in zip(*seconds, strict=True)]
-        is_last = turn.round == self.plan.repetitions
-        return replace(self._row, seconds=Spread.of(self._seconds)) if is_last else None
-
-    def _started(self, number: int) -> RankJob:
-        left = [turn for turn in self.turns if turn[0] >= number]
-        timeout_s = self.plan.timeout_s
-        return self.hosts.start(
-            self.implementation.name,
-            serve,
-            (self.implementation, replace(self.plan, operations=(), implementations=())),  # turns have their names
-            left,
-            timeout_s=timeout_s,
-            start_timeout_s=timeout_s + self.plan.join_s,
-        )
+    Where ranks die or hang, new ones try the operations that are left.
+    """
+    cells = []
+    for implementation, device in product(implementations, ("cpu", "cuda")):
+        missing = None
+        if not implementation.is_built:
+            missing = "not built"
+        elif device == "cuda" and not torch.cuda.device_count():
+            missing = "no GPU"
+        elif implementation.own and device != "cpu":
+            missing = NOT_SUPPORTED
+        rows: dict[str, CollectiveResult] = {}
+        had = [] if missing else [each for each in operations if implementation.has(each.name)]
+        while left := [each for each in had if each.name not in rows]:
+            plan = CollectivePlan(
+                operations=left, implementations=[implementation], sizes=[1 << 12], device_type=device,
+                repetitions=0, timeout_s=timeout_s,
+            )  # fmt: skip
+            rows |= {row.operation.name: row for row in measure(hosts, plan)}
+        for operation in operations:
+            row = rows.get(operation.name)
+            status = missing or NOT_SUPPORTED if row is None else WRONG if row.wrong else row.status
+            reason = None if row is None else f"{row.wrong} wrong elements" if row.wrong else row.reason
+            place = {"implementation": implementation.name, "device": device, "operation": operation.name}
+            cells.append({**place, "supported": status == OK, "status": status, "reason": reason})
+    return cells
 
 
-def serve(settings: tuple[Implementation, CollectivePlan], seat: Seat, turns: Turns) -> None:
-    """The main function of a rank of one implementation: joins the other ranks, then takes its turns."""
-    implementation, plan = settings
-    device = join(implementation, plan.device_type, plan.timeout_s, seat)
-    assert dist.group.WORLD is not None
-    operations = implementation.make(dist.group.WORLD, seat.placement.devices)
+def serve(settings: tuple[Any, ...], seat: Seat, turns: Turns) -> None:
+    """The main function of a rank: joins the other ranks, then takes its turns.
+
+    It answers the number of elements, the size in bytes, the number of wrong elements and the seconds of each call, or
+    the text of an exception.
+    """
+    implementations, device_type, dtype, warm_up, timeout_s = settings
+    devices = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))
+    device, timeout = devices[seat.local_rank], timedelta(seconds=2 * timeout_s)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo", rank=seat.rank, world_size=seat.placement.world_size, timeout=timeout)
+    made: dict[str, Mapping[str, Call]] = {}
     bench: _Bench | None = None
-    calls, wrong = 1, 0
-    for turn in turns:
-        if turn.round == 0:
-            bench = None  # gives its tensors back before new ones are made
-            bench = _Bench(turn, operations[turn.operation], plan.dtype, device, seat)
-            wrong = bench.check()
-        assert bench is not None
-        seconds = bench.time(plan.warm_up, calls) if turn.round else bench.time(0, _ESTIMATING_CALLS)
-        if turn.round and turn.round == plan.repetitions:
-            wrong = bench.check()
-        answers = turns.answer((bench.buffers.numel, bench.buffers.size_bytes, wrong, seconds))
-        if turn.round == 0:
-            slowest_s = max(seconds[-1] for *_, seconds in answers)
-            calls = max(1, min(_MAX_CALLS, int(_TURN_S / max(slowest_s, 1e-9))))
+    for name, operation, size, calls, checks in turns:
+        try:
+            if name not in made:
+                [implementation] = (each for each in implementations if each.name == name)
+                group = group_of(implementation.backend, devices, device, timeout)
+                made[name] = implementation.make(group, seat.placement.devices)
+            if bench is None or (bench.operation.name, bench.size) != (operation, size):
+                bench = None  # gives its tensors back before new ones are made
+                bench = _Bench(BY_NAME[operation], size, dtype, device, seat)
+            call = partial(made[name][operation], bench.buffers)
+            wrong = bench.check(call) if checks and not calls else 0
+            seconds = bench.time(call, warm_up if calls else 0, calls or _ESTIMATING_CALLS)
+            wrong += bench.check(call) if checks and calls else 0
+            turns.answer((bench.buffers.numel, bench.buffers.size_bytes, wrong, seconds))
+        except Exception as error:  # the implementation's: all ranks may refuse alike
+            traceback.print_exc()
+            turns.answer(f"{type(error).__name__}: {error}".partition("\n")[0])
     dist.destroy_process_group()
 
 
-def join(implementation: Implementation, device_type: str, timeout_s: float, seat: Seat) -> torch.device:
-    """Makes the default group of the ranks; returns the device of this one.
+def group_of(
+    backend: str, devices: Sequence[torch.device], device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup:
+    """A group of all ranks; ``devices`` are those of the ranks of this host, ``device`` that of this rank.
 
     Raises:
         RuntimeError: ranks are to share a GPU over NCCL, whose own message does not say what it needs.
     """
-    devices = rank_devices(device_type, seat.placement.devices, max(1, torch.cuda.device_count()))
-    device = devices[seat.local_rank]
-    is_nccl = implementation.backend == "nccl"
-    if is_nccl and share_a_gpu(devices) and sharing_backend() != "nccl":
+    bound: dict[str, Any] = {"device_id": device} if backend == "nccl" and device.type == "cuda" else {}
+    if backend == "nccl" and share_a_gpu(devices) and sharing_backend() != "nccl":
         raise RuntimeError(f"ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 is set")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(
-        implementation.backend,
-        rank=seat.rank,
-        world_size=seat.placement.world_size,
-        timeout=timedelta(seconds=2 * timeout_s),
-        device_id=device if is_nccl and device.type == "cuda" else None,
-    )
-    return device
+    group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout, **bound)
+    return group
 
 
 class _Bench:
     """One operation on one size, on one rank."""
 
-    def __init__(self, turn: CollectiveTurn, call: Call, dtype: torch.dtype, device: torch.device, seat: Seat) -> None:
-        operation, world_size = BY_NAME[turn.operation], seat.placement.world_size
-        self._call = call
-        self._seat = seat
-        self._store = PrefixStore(seat.job, seat.store())
-        self._barriers = 0
+    def __init__(self, operation: Operation, size: int, dtype: torch.dtype, device: torch.device, seat: Seat) -> None:
+        self.operation, self.size = operation, size
+        self._store, self._barriers = seat.store(), 0
         self._timeline = clock_of(device)
-        self._pattern = Pattern(world_size, dtype, device, summed=operation.is_sum)
         self.buffers = Buffers.make(
-            operation, turn.size, rank=seat.rank, world_size=world_size, dtype=dtype, device=device
+            operation, size, rank=seat.rank, world_size=seat.placement.world_size, dtype=dtype, device=device
         )
 
-    def check(self) -> int:
-        """Calls it once; returns the number of wrong elements."""
-        if not self.buffers.operation.has_size:
-            return self._check_barrier()
-        self.buffers.fill(self._pattern)
-        self._call(self.buffers)
-        wrong = self.buffers.wrong(self._pattern)
-        self.buffers.clear()
-        return wrong
+    def check(self, call: Callable[[], object]) -> int:
+        """Calls it once; returns the number of wrong elements.
 
-    def _check_barrier(self) -> int:
-        """Ranks that had not arrived when the barrier let this one go; the last rank comes late on purpose."""
-        if self._seat.rank == self._seat.placement.world_size - 1:
+        Of a barrier: of ranks that had not arrived when it let this one go; the last one comes late on purpose.
+        """
+        if self.operation.has_size:
+            self.buffers.fill()
+            call()
+            wrong = self.buffers.wrong()
+            self.buffers.clear()
+            return wrong
+        if self.buffers.rank == self.buffers.world_size - 1:
             time.sleep(_LATE_S)
         self._barriers += 1
-        self._store.add(f"barrier/{self._barriers}", 1)
-        self._call(self.buffers)
-        return self._seat.placement.world_size - int(self._store.add(f"barrier/{self._barriers}", 0))
+        self._store.add(f"barrier {self._barriers}", 1)
+        call()
+        return self.buffers.world_size - int(self._store.add(f"barrier {self._barriers}", 0))
 
-    def time(self, warm_up: int, calls: int) -> list[float]:
+    def time(self, call: Callable[[], object], warm_up: int, calls: int) -> list[float]:
         """The seconds of each call after the warm-up."""
         for _ in range(warm_up):
-            self._call(self.buffers)
+            call()
         marks = [self._timeline.mark()]
         for _ in range(calls):
-            self._call(self.buffers)
+            call()
             marks.append(self._timeline.mark())
         self._timeline.wait(marks[-1])
         return [self._timeline.seconds(a, b) for a, b in pairwise(marks)]

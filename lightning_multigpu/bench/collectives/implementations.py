@@ -25,31 +25,27 @@ class Implementation:
     """One way to do collectives.
 
     Args:
-        name: on the command line and in results.
         backend: the back end of torch.distributed whose process group it gets.
-        make: returns the operations over such a group, by name, if there are so many ranks on each host; called once on
-            every rank. A function of a module, since it is sent to ranks by its name.
-        operations: their names; empty where trying decides.
-        devices: types of device whose tensors it takes; empty for those that the back end is meant for.
+        make: returns the operations over such a group, by name, if there are so many ranks on each host. A function of
+            a module, since it is sent to ranks by its name.
+        own: the only operation of an algorithm of this pack, on CPU tensors; "" for a back end, where trying decides.
     """
 
     name: str
     backend: str
     make: Callable[..., Mapping[str, Call]]
     summary: str
-    operations: tuple[str, ...] = ()
-    devices: tuple[str, ...] = ()
+    own: str = ""
 
     def is_for(self, device_type: str) -> bool:
         """Whether it is built and meant for "cpu" or "cuda" tensors."""
         import torch.distributed as dist
 
-        meant = self.devices or dist.Backend.backend_capability.get(self.backend, ())
+        meant = ["cpu"] if self.own else dist.Backend.backend_capability.get(self.backend, ())
         return self.is_built and device_type in meant
 
     def has(self, operation: str) -> bool:
-        """Whether it may have the operation; for a back end trying decides."""
-        return not self.operations or operation in self.operations
+        return self.own in ("", operation)
 
     @property
     def is_built(self) -> bool:
@@ -81,8 +77,8 @@ def torch_collectives(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict
         "all_gather": lambda b: dist.all_gather_into_tensor(b.output, b.input, group=group),
         "broadcast": lambda b: dist.broadcast(b.output, 0, group=group),
         "reduce": lambda b: dist.reduce(b.output, 0, group=group),
-        "gather": lambda b: dist.gather(b.input, at_root(list(b.parts(b.output))), 0, group=group),
-        "scatter": lambda b: dist.scatter(b.output, at_root(list(b.parts(b.input))), 0, group=group),
+        "gather": lambda b: dist.gather(b.input, at_root(b.parts(b.output)), 0, group=group),
+        "scatter": lambda b: dist.scatter(b.output, at_root(b.parts(b.input)), 0, group=group),
         "all_to_all": lambda b: dist.all_to_all_single(b.output, b.input, group=group),
         "send_recv": send_recv,
         "barrier": lambda b: dist.barrier(group=group),
@@ -90,14 +86,23 @@ def torch_collectives(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict
 
 
 def ring_ddp(kind: str, group: dist.ProcessGroup, ranks_per_host: int) -> dict[str, Call]:
-    """The all-reduce of ``ring_ddp`` on CPUs: the memory of one host, a ring, or both in a "hierarchy" of hosts."""
+    """The all-reduces of ``ring_ddp`` on CPUs. The bench's numbers are exact in bf16, which "compressed" sends."""
     import torch.distributed as dist
 
+    from lightning_multigpu.communication.compression import CompressedAllReduce, make_compressor
     from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
     from lightning_multigpu.communication.ring import RingAllReduce
     from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
     from lightning_multigpu.engine.data_parallel.gradient_transport import layout
 
+    if kind == "compressed":
+        coded = CompressedAllReduce(group, make_compressor("bf16"))
+
+        def call(b: Buffers) -> None:
+            coded(b.output, "tensor")
+            coded.end_step()
+
+        return {"all_reduce": call}
     if kind != "hierarchy":
         alone = (SharedMemoryAllReduce if kind == "shared_memory" else RingAllReduce)(group)
         return {"all_reduce": lambda b: alone(b.output)}
@@ -112,20 +117,6 @@ def ring_ddp(kind: str, group: dist.ProcessGroup, ranks_per_host: int) -> dict[s
     return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
-def compressed(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, Call]:
-    """The all-reduce of ``ring_ddp(compression="bf16")`` between hosts. The bench's numbers are exact in bf16."""
-    from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
-    from lightning_multigpu.communication.compression.compressors import make_compressor
-
-    all_reduce = CompressedAllReduce(group, make_compressor("bf16"))
-
-    def call(b: Buffers) -> None:
-        all_reduce(b.output, "tensor")
-        all_reduce.end_step()
-
-    return {"all_reduce": call}
-
-
 def broadcasts(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, Call]:
     """A broadcast from each owner of a part of the model at once, as under ``ddp_sharded``."""
     import torch.distributed as dist
@@ -133,7 +124,7 @@ def broadcasts(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, C
     rank = dist.get_rank(group)
 
     def gather(b: Buffers) -> None:
-        parts = list(b.parts(b.output))
+        parts = b.parts(b.output)
         parts[rank].copy_(b.input)
         for work in [dist.broadcast(part, owner, group=group, async_op=True) for owner, part in enumerate(parts)]:
             work.wait()
@@ -141,23 +132,20 @@ def broadcasts(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, C
     return {"all_gather": gather}
 
 
-def _ours(
-    name: str, make: Callable[..., Mapping[str, Call]], summary: str, operation: str = "all_reduce"
-) -> Implementation:
-    return Implementation(name, "gloo", make, summary, (operation,), ("cpu",))
-
-
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
-    _ours("shared_memory", partial(ring_ddp, "shared_memory"), "this pack's shared memory, for the ranks of one host"),
-    _ours("ring", partial(ring_ddp, "ring"), "this pack's ring, over gloo's messages"),
-    _ours(
-        "hierarchy", partial(ring_ddp, "hierarchy"), "this pack's shared memory inside each host and ring between hosts"
+    *(
+        Implementation(kind, "gloo", partial(ring_ddp, kind), f"this pack's {summary}", own="all_reduce")
+        for kind, summary in {
+            "shared_memory": "shared memory, for the ranks of one host",
+            "ring": "ring, over gloo's messages",
+            "hierarchy": "shared memory inside each host and ring between hosts",
+            "compressed": "compressed all-reduce, in bf16",
+        }.items()
     ),
-    _ours("compressed", compressed, "this pack's compressed all-reduce, in bf16"),
     Implementation("gloo", "gloo", torch_collectives, "torch's back end for CPUs"),
     Implementation("nccl", "nccl", torch_collectives, "NVIDIA's back end for GPUs"),
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),
     Implementation("ucc", "ucc", torch_collectives, "UCC, where torch was built with it"),
 )
-OWNERS = _ours("owners", broadcasts, "the broadcasts of ddp_sharded, one from each owner", "all_gather")
+OWNERS = Implementation("owners", "gloo", broadcasts, "broadcasts of ddp_sharded, one from each owner", "all_gather")
 """Of no bench: calibration times it."""

@@ -18,23 +18,19 @@ ranks, whose tensors are a, b and c, in thirds::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from lightning_multigpu.communication.metering.traffic import sent_share
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the table is read for --help too, which does without
     import torch
     from torch import Tensor
 
 _EXACT = 256
-_SHIFT = 2
-_BLOCK = 1 << 20
 
 Extent = Literal["whole", "part", "none"]
-Part = tuple[int | None, int]
-"""Expected part of an output: the rank of the tensor that it comes from (None: the sum), and its number there."""
 
 
 @dataclass(frozen=True)
@@ -44,23 +40,20 @@ class Operation:
     Args:
         given: how much of S each rank puts in.
         taken: how much of S comes out; "none" where the result is in the tensor that went in.
-        expected: the parts of the result on ``rank`` of ``world_size``, in order.
+        expected: the parts of the result on ``rank`` of ``world_size``, in order: the rank of the tensor that each
+            comes from (None: the sum), and its number there.
         traffic: the name under which ``communication.traffic`` knows it, if another.
     """
 
     name: str
     given: Extent
     taken: Extent
-    expected: Callable[[int, int], list[Part]]
+    expected: Callable[[int, int], list[tuple[int | None, int]]]
     traffic: str = ""
 
     def bus_factor(self, world_size: int) -> float:
         """busbw over algbw, as nccl-tests has it."""
         return sent_share(self.traffic or self.name, world_size)
-
-    @property
-    def is_sum(self) -> bool:
-        return any(source is None for source, _ in self.expected(0, 1))
 
     @property
     def has_size(self) -> bool:
@@ -82,49 +75,22 @@ OPERATIONS: tuple[Operation, ...] = (
 BY_NAME = {operation.name: operation for operation in OPERATIONS}
 
 
-class Pattern:
-    """Numbers that show a wrong element of a collective's result: a wrong rank, position or sum.
+def pattern(tensor: Tensor, ranks: Sequence[int], world_size: int, *, summed: bool, offset: int = 0) -> Tensor:
+    """Numbers like ``tensor`` that show a wrong element of a result: a wrong rank, position or sum.
 
-    Element i of rank r's tensor is ``(i + 2 r) mod m``. It is a small integer, so that even sums over all ranks are
-    exact in every type down to bfloat16, which has the integers to 256; where tensors are ``summed`` over the ranks, m
-    becomes smaller the more of them there are. The period m is odd, so that chunks whose sizes are powers of two do not
-    look alike, and neither do two ranks less than m apart.
+    Element i of rank r's tensor is ``(i + 2 r) mod m``; the result is the sum of those of ``ranks`` from element
+    ``offset`` on. It is a small integer, so that even sums over all ranks are exact in every type down to bfloat16,
+    which has the integers to 256; where tensors are ``summed`` over the ranks, m becomes smaller the more of them there
+    are. The period m is odd, so that chunks whose sizes are powers of two do not look alike, and neither do two ranks
+    less than m apart.
     """
+    import torch
 
-    def __init__(self, world_size: int, dtype: torch.dtype, device: torch.device, *, summed: bool) -> None:
-        self._modulus = max(3, (_EXACT // (world_size if summed else 1) - 1) | 1)
-        self._world_size = world_size
-        self._dtype = dtype
-        self._device = device
-        self._blocks: dict[int | None, Tensor] = {}
-
-    def fill(self, tensor: Tensor, rank: int | None, offset: int = 0) -> None:
-        """Writes elements ``offset``, ``offset + 1``, ... of ``rank``'s tensor, or (None) of the sum over all ranks."""
-        for part, expected in self._parts(tensor, rank, offset):
-            part.copy_(expected)
-
-    def wrong(self, tensor: Tensor, rank: int | None, offset: int = 0) -> int:
-        """The number of elements that differ from what :meth:`fill` would write."""
-        return sum(int((part != expected).sum()) for part, expected in self._parts(tensor, rank, offset))
-
-    def _parts(self, tensor: Tensor, rank: int | None, offset: int) -> Iterator[tuple[Tensor, Tensor]]:
-        block = self._block(rank)
-        for start in range(0, tensor.numel(), _BLOCK):
-            part = tensor[start : start + _BLOCK]
-            shift = (offset + start) % self._modulus
-            yield part, block[shift : shift + part.numel()]
-
-    def _block(self, rank: int | None) -> Tensor:
-        """Enough periods to cut any part out of, from any position on."""
-        import torch
-
-        if rank not in self._blocks:
-            period = torch.arange(self._modulus)
-            ranks = range(self._world_size) if rank is None else [rank]
-            values = sum(((period + _SHIFT * r) % self._modulus for r in ranks), torch.zeros_like(period))
-            repeats = _BLOCK // self._modulus + 2
-            self._blocks[rank] = values.repeat(repeats).to(self._dtype).to(self._device)
-        return self._blocks[rank]
+    modulus = max(3, (_EXACT // (world_size if summed else 1) - 1) | 1)
+    period = torch.arange(modulus)
+    values = torch.stack([(period + 2 * rank) % modulus for rank in ranks]).sum(0).to(tensor.device, tensor.dtype)
+    start = offset % modulus
+    return values.repeat(tensor.numel() // modulus + 2)[start : start + tensor.numel()]
 
 
 @dataclass(frozen=True)
@@ -143,14 +109,12 @@ class Buffers:
         cls, operation: Operation, size: int, *, rank: int, world_size: int, dtype: torch.dtype, device: torch.device
     ) -> Buffers:
         """Tensors for S of at most ``size`` bytes, rounded down so that each rank has an equal part, but never to 0."""
-        import torch  # the table is read for --help too, which does without
+        import torch
 
         numel = max(1, size // dtype.itemsize // world_size) * world_size if operation.has_size else 0
         elements = {"whole": numel, "part": numel // world_size, "none": 0}
         given = torch.zeros(elements[operation.given], dtype=dtype, device=device)
-        taken = given
-        if operation.taken != "none":
-            taken = torch.zeros(elements[operation.taken], dtype=dtype, device=device)
+        taken = given if operation.taken == "none" else given.new_zeros(elements[operation.taken])
         return cls(operation, rank, world_size, numel, given, taken)
 
     @property
@@ -158,23 +122,28 @@ class Buffers:
         """S."""
         return self.numel * self.input.element_size()
 
-    def parts(self, tensor: Tensor) -> Iterator[Tensor]:
+    def parts(self, tensor: Tensor) -> list[Tensor]:
         """A whole, in one part a rank."""
-        return iter(tensor.chunk(self.world_size))
+        return list(tensor.chunk(self.world_size))
 
-    def fill(self, pattern: Pattern) -> None:
+    def fill(self) -> None:
         """Fills the input, and overwrites the output so that a call that does nothing is noticed."""
         self.output.fill_(-1)
         if not (self.operation.name == "broadcast" and self.rank != 0):
-            pattern.fill(self.input, self.rank)
+            self.input.copy_(self._expected(self.input, self.rank))
 
-    def wrong(self, pattern: Pattern) -> int:
+    def wrong(self) -> int:
         """The number of wrong elements of the result."""
         expected, size = self.operation.expected(self.rank, self.world_size), self.numel // self.world_size
         parts = zip(expected, self.output.chunk(max(1, len(expected))), strict=False)
-        return sum(pattern.wrong(part, source, number * size) for (source, number), part in parts)
+        return sum(int((part != self._expected(part, rank, number * size)).sum()) for (rank, number), part in parts)
 
     def clear(self) -> None:
         """Writes zeros, which do not overflow when they are summed again and again."""
         self.input.zero_()
         self.output.zero_()
+
+    def _expected(self, like: Tensor, rank: int | None, offset: int = 0) -> Tensor:
+        summed = any(source is None for source, _ in self.operation.expected(0, 1))
+        ranks = range(self.world_size) if rank is None else [rank]
+        return pattern(like, ranks, self.world_size, summed=summed, offset=offset)

@@ -3,13 +3,12 @@
 ::
 
     agent 0 -- starts --> ranks 0, 1 --.                  .-- ranks 2, 3 <-- starts -- agent 1
-                                       |                  |
-                                  their answers, turn by turn, as JSON
+        |                              |                  |
+        '- turn by turn: what to do -->|  answers, as JSON |
                                        v                  v
     agent 0 <-- answers of all ranks --------  store  -------- answers of all ranks --> agent 1
 
-Jobs take turns, whose order all processes know from the start. Agents read the same answers, and so make the same
-decisions without commands from each other. Where a job has failed, agent 0 ends its turns.
+Agents read the same answers, and so make the same decisions without commands from each other.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ import contextlib
 import json
 import multiprocessing
 import os
-import signal
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing import forkserver
@@ -35,25 +32,17 @@ from lightning_multigpu.bench.jobs import rank_process
 from lightning_multigpu.bench.jobs.placement import Placement
 from lightning_multigpu.bench.jobs.rank_process import Entry, Seat
 from lightning_multigpu.communication.main_store import listening_socket
+from lightning_multigpu.job.guardian.proc import ended_text
 
 _JOIN = timedelta(minutes=10)
 _MARGIN = timedelta(minutes=1)
-_POLL_S = 0.02
-_GRACE_S = 2.0
+_POLL_S = 0.01
+_GRACE_S = 1.0
 _END_S = 15.0
 
 
 class JobError(RuntimeError):
-    """A job has failed, and its ranks have been ended; the message is one line.
-
-    ``status`` is "crashed" where a process ended, "failed" where a rank raised an exception, or "timed out";
-    ``all_ranks`` tells whether all failed in this way.
-    """
-
-    def __init__(self, status: str, all_ranks: bool, reason: str) -> None:
-        super().__init__(reason.partition("\n")[0])
-        self.status = status
-        self.all_ranks = all_ranks
+    """A rank has died, has raised or has not answered, and its job is over; the message is one line."""
 
 
 class HostAgents:
@@ -70,24 +59,20 @@ class HostAgents:
     ) -> None:
         self.placement = placement
         self.modules = modules
-        self._threads = threads
-        self._verbose = verbose
-        self._jobs: set[RankJob] = set()
-        self._shared = self._turns = 0
+        self._jobs: list[RankJob] = []
+        self._shared = 0
         if self.prints and not placement.has_store:
-            store = _kept_store(placement.main_address, placement.main_port)
+            store = kept_store(placement.main_address, placement.main_port)
         else:
             store = TCPStore(placement.main_address, placement.main_port, is_master=False, timeout=_JOIN)
-        self._port = int(store.port)
-        self.store = PrefixStore(rank_process.PREFIX, store)
+        self.store = PrefixStore("bench", store)
+        self._seat = Seat(placement=placement, store_port=int(store.port), threads=threads, verbose=verbose)
 
     def __enter__(self) -> HostAgents:
         return self
 
     def __exit__(self, *_: object) -> None:
         for job in self._jobs:
-            self.store.set(rank_process.end_key(job.name), "")
-        for job in list(self._jobs):
             job.kill()
         with contextlib.suppress(Exception):
             self.store.set(f"left/{self.placement.agent}", "")
@@ -99,158 +84,122 @@ class HostAgents:
         """Whether this agent prints the results; the others are silent."""
         return self.placement.agent == 0
 
-    def check_settings(self, settings: Mapping[str, str]) -> None:
-        """Checks that all agents have been started with the same settings.
+    def check_command(self, command: str) -> None:
+        """Raises ``ValueError`` where this agent was started with another command than the first one."""
+        if self.prints:
+            self.store.set("command", command)
+        if (first := self.store.get("command").decode()) != command:
+            raise ValueError(f"'{command}' here, '{first}' on the first host; run the same command on each host")
 
-        Raises:
-            ValueError: they have not; the message names the setting.
-        """
-        for agent, theirs in enumerate(self.share(dict(settings))):
-            for name, value in settings.items():
-                if (other := theirs.get(name)) != value:
-                    raise ValueError(f"{name}={value} here, {other} on host {agent}; run the same command on each host")
-
-    def turns(self, whats: Sequence[Any]) -> list[tuple[int, Any]]:
-        """Numbers the turns of a bench, in their order; each is then either waited for or skipped, in that order."""
-        first = self._turns
-        self._turns += len(whats)
-        return list(enumerate(whats, first))
-
-    def skip(self, turn: int) -> None:
-        """Ends a turn that no job takes."""
-        self._end_turn(turn, None)
+    def share(self, value: Any) -> list[Any]:
+        """The values of all agents, in their order, as JSON brings them."""
+        keys = [f"shared {self._shared} {agent}" for agent in range(self.placement.num_agents)]
+        self._shared += 1
+        self.store.set(keys[self.placement.agent], json.dumps(value))
+        return [json.loads(self.store.get(key)) for key in keys]
 
     def start(
-        self,
-        name: str,
-        entry: Entry,
-        settings: Any,
-        turns: Sequence[tuple[int, Any]],
-        *,
-        timeout_s: float,
-        start_timeout_s: float,
-        devices: int | None = None,
+        self, entry: Entry, settings: Any, *, timeout_s: float, start_timeout_s: float = 0.0, devices: int | None = None
     ) -> RankJob:
         """Starts a job; its ranks call ``entry(settings, seat, turns)``.
 
         Args:
-            turns: those of :meth:`turns` in which the job works.
-            timeout_s: of a turn; a rank that takes longer is ended, and with it the job.
-            start_timeout_s: the same from the start to the first turn.
+            timeout_s: of a turn; where a rank takes longer, the job ends.
+            start_timeout_s: further seconds of the first turn.
             devices: ranks of each host, if not all.
         """
         placement = self.placement
         if devices is not None:
             local_ranks = tuple(rank for rank in placement.local_ranks if rank < devices)
             placement = replace(placement, devices=devices, local_ranks=local_ranks)
-        store = _kept_store(placement.main_address, 0) if self.prints else None
-        seat = Seat(
-            placement=placement,
-            threads=self._threads,
-            store_port=self._port,
-            main_port=self.share(store and store.port)[0],
-            job=f"{name}-{self._shared}",
-            verbose=self._verbose,
-            start_timeout_s=start_timeout_s,
-            timeout_s=timeout_s,
-        )
-        return RankJob(self, seat, entry, settings, turns, store)
-
-    def share(self, value: Any) -> list[Any]:
-        """The values of all agents, in their order, as JSON brings them."""
-        number, agent = self._shared, self.placement.agent
-        self._shared += 1
-        self.store.set(f"{number}/{agent}", json.dumps(value))
-        self.store.set_timeout(_JOIN)
-        return [json.loads(self.store.get(f"{number}/{other}")) for other in range(self.placement.num_agents)]
-
-    def _end_turn(self, turn: int, failure: Any) -> None:
-        if self.prints:
-            self.store.compare_set(rank_process.turn_key(turn), "", json.dumps(failure))
+        seat = replace(self._seat, placement=placement, job=f"bench job {len(self._jobs)}")
+        job = RankJob(seat, [rank_process.__name__, entry.__module__, *self.modules], timeout_s, start_timeout_s)
+        self._jobs.append(job)
+        job.start(entry, settings)
+        return job
 
 
 class RankJob:
     """One job on all hosts; see :meth:`HostAgents.start`."""
 
-    def __init__(
-        self, agents: HostAgents, seat: Seat, entry: Entry, settings: Any, turns: Any, kept: TCPStore | None
-    ) -> None:
-        self._agents = agents
-        self.store = agents.store
-        self.name = seat.job
-        self._seat = seat
-        self._kept = kept  # the ranks' own store, at MASTER_PORT
+    def __init__(self, seat: Seat, modules: Sequence[str], timeout_s: float, start_timeout_s: float) -> None:
+        self._context = fork_server(modules)
+        self._timeout_s, self._more_s = timeout_s, start_timeout_s
+        self._number = 0
+        self._num_ranks = seat.placement.world_size
         self._processes: dict[int, BaseProcess] = {}
-        agents._jobs.add(self)
-        own = seat
+        self._store = seat.store()
+        self._leads = seat.placement.agent == 0
+        if self._leads:
+            self._kept = kept_store(seat.placement.main_address, 0)  # the ranks' own store
+            self._store.set("main port", str(self._kept.port))
+        self._seat = replace(seat, main_port=int(self._store.get("main port")))
+
+    def start(self, entry: Entry, settings: Any) -> None:
+        """Starts the ranks of this host; one that cannot be started counts as one that has died."""
+        own = self._seat
         try:
-            context = fork_server([rank_process.__name__, entry.__module__, *agents.modules])
-            for own in [replace(seat, local_rank=local_rank) for local_rank in seat.placement.local_ranks]:
-                process = context.Process(target=rank_process.run_rank, args=(own, entry, settings, turns))
+            for local_rank in self._seat.placement.local_ranks:
+                own = replace(own, local_rank=local_rank)
+                process = self._context.Process(target=rank_process.run_rank, args=(own, entry, settings))
                 process.start()  # forked from a server that has imported all it needs: that takes some 10 ms
                 self._processes[own.rank] = process
         except Exception as error:  # EOFError where the server may not fork; settings that cannot be sent
-            rank_process.note_failure(self.store, self.name, own.rank, "crashed", f"{type(error).__name__}: {error}")
+            rank_process.note_failure(self._store, 0, own.rank, f"{type(error).__name__}: {error}")
 
-    def answers(self, turn: int) -> list[Any]:
-        """The answer of every rank in a turn, in rank order, as JSON brings it: a tuple comes as a list.
+    def turn(self, what: Any) -> list[Any]:
+        """Asks all ranks for ``what`` JSON can write; returns their answers in rank order, as JSON brings them.
 
         Raises:
             JobError: a rank has raised, has died or has not answered in time; the job is over.
         """
-        num_ranks = self._seat.placement.world_size
-        first_s = None
-        while not self.store.check([rank_process.turn_key(turn)]):
-            self._note_deaths(turn)
-            if self._agents.prints and (failures := rank_process.failures(self.store, self.name)):
-                first_s = first_s or time.monotonic()  # other ranks may be about to fail in the same way
-                is_all = len(failures) == num_ranks or any(kind == "crashed" for kind, *_ in failures)
-                if is_all or time.monotonic() - first_s > _GRACE_S:
-                    self._agents._end_turn(turn, self._verdict(failures))
+        answers = [f"answer {self._number} {rank}" for rank in range(self._num_ranks)]
+        self._ask(what)
+        limit_s = self._timeout_s + self._more_s
+        until_s, self._more_s = time.monotonic() + limit_s, 0.0
+        while not self._store.check(answers):
+            if time.monotonic() > until_s and not self._store.check(["failures"]):
+                late = next(rank for rank, answer in enumerate(answers) if not self._store.check([answer]))
+                rank_process.note_failure(self._store, 2, late, f"no answer within {limit_s:g} s")
+            if self._note_deaths() or self._store.check(["failures"]):
+                time.sleep(_GRACE_S)  # a death explains another rank's exception, and that the wait of a third
+                self._note_deaths()
+                self.kill()
+                failures = [json.loads(line) for line in self._store.get("failures").splitlines()]
+                raise JobError(min(failures, key=lambda failure: failure[0])[1])  # the first in time of a kind
             time.sleep(_POLL_S)
-        failure = json.loads(self.store.get(rank_process.turn_key(turn)))
-        if failure is not None:
-            self.kill()
-            raise JobError(*failure)
-        return rank_process.answers(self.store, turn, num_ranks)
-
-    def _note_deaths(self, turn: int) -> None:
-        for rank, process in list(self._processes.items()):
-            status = process.exitcode
-            # Asked in this order: a rank may end once its last turn is over.
-            if status is not None and not self.store.check([rank_process.turn_key(turn)]):
-                how = (
-                    f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with exit status {status}"
-                )
-                rank_process.note_failure(self.store, self.name, rank, "crashed", f"its process {how}")
-                del self._processes[rank]
-
-    def _verdict(self, failures: Sequence[tuple[str, int, str]]) -> tuple[str, bool, str]:
-        """A death explains an exception of another rank, and an exception the wait of another."""
-        kind = next(kind for kind in ("crashed", "failed", "timed out") if any(kind == each for each, *_ in failures))
-        found = [(rank, what) for each, rank, what in failures if each == kind]
-        what = found[0][1]  # the first in time: others may only have followed
-        rank = min(rank for rank, other in found if other == what)
-        of_all = len(found) == self._seat.placement.world_size
-        return kind, of_all, what if kind == "timed out" else f"rank {rank}: {what}"
+        return [json.loads(self._store.get(answer)) for answer in answers]
 
     def end(self) -> None:
-        """Waits until the ranks of this host, whose turns are over, have ended; kills those that do not."""
-        deadline = time.monotonic() + _END_S
+        """Lets the ranks end; kills those of this host that do not."""
+        self._ask(None)
+        until_s = time.monotonic() + _END_S
         for process in self._processes.values():
-            process.join(max(0.0, deadline - time.monotonic()))
-        for process in self._processes.values():
-            process.kill()
-            process.join()
-        self._agents._jobs.discard(self)
+            process.join(max(0.0, until_s - time.monotonic()))
+        self.kill()
 
     def kill(self) -> None:
-        """Ends the ranks of all hosts at once."""
-        self.store.set(rank_process.end_key(self.name), "")
-        self.end()
+        """Ends the ranks of this host at once."""
+        for process in self._processes.values():
+            process.kill()
+        for process in self._processes.values():
+            process.join()
+        self._processes.clear()
+
+    def _ask(self, what: Any) -> None:
+        if self._leads:
+            self._store.set(f"turn {self._number}", json.dumps(what))
+        self._number += 1
+
+    def _note_deaths(self) -> bool:
+        dead = {rank: each.exitcode for rank, each in self._processes.items() if each.exitcode is not None}
+        for rank, status in dead.items():
+            rank_process.note_failure(self._store, 0, rank, f"its process {ended_text(status)}")
+            del self._processes[rank]
+        return bool(dead)
 
 
-def _kept_store(address: str, port: int) -> TCPStore:
+def kept_store(address: str, port: int) -> TCPStore:
     """A store that this process keeps at one interface."""
     listener = listening_socket(address, port)
     return TCPStore(
@@ -263,20 +212,16 @@ def _kept_store(address: str, port: int) -> TCPStore:
     )
 
 
-_starting = threading.Lock()
-
-
 def fork_server(modules: Sequence[str]) -> ForkServerContext:
     """Starts the server. Python starts it with ``-c``, which puts the working folder before all other folders."""
     context = multiprocessing.get_context("forkserver")
-    with _starting:
-        before = os.environ.get("PYTHONSAFEPATH")
-        os.environ["PYTHONSAFEPATH"] = "1"
-        try:
-            context.set_forkserver_preload(list(modules))
-            forkserver.ensure_running()
-        finally:
-            del os.environ["PYTHONSAFEPATH"]
-            if before is not None:
-                os.environ["PYTHONSAFEPATH"] = before
+    context.set_forkserver_preload(list(modules))
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
     return context

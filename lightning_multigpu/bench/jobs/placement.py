@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_multigpu.communication.interface import port_number
 
 DEFAULT_DEVICES = 2
-_DEFAULT_PORT = "29500"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +39,6 @@ class Placement:
     def world_size(self) -> int:
         return self.num_nodes * self.devices
 
-    def rank(self, local_rank: int) -> int:
-        """The number of a rank of this host among all ranks."""
-        return self.node_rank * self.devices + local_rank
-
 
 def placement(
     devices: int | None, num_nodes: int | None = None, environment: Mapping[str, str] = os.environ
@@ -57,77 +52,61 @@ def placement(
             PL_TRAINER_NUM_NODES and PL_TRAINER_DEVICES, which ``emulate`` sets.
 
     Raises:
-        ValueError: a number is out of range, differs from the launcher's, or is missing.
+        ValueError: a number differs from the launcher's, or a variable is missing.
     """
-    for name, value in (("devices", devices), ("num-nodes", num_nodes)):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name}={value} is out of range; pass 1 or more")
-    found = _of_torchrun(environment) or _of_slurm(environment) or _of_user(devices, num_nodes, environment)
+    found = _of_launcher(environment) or _of_user(devices, num_nodes, environment)
     for name, value, started in (("devices", devices, found.devices), ("num-nodes", num_nodes, found.num_nodes)):
         if value is not None and value != started:
             raise ValueError(f"--{name}={value}, and the launcher has started {started}; leave the option out")
     return found
 
 
-def _of_torchrun(environment: Mapping[str, str]) -> Placement | None:
-    if "TORCHELASTIC_RUN_ID" not in environment:
-        return None
-    world_size, devices = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])
-    return Placement(
-        agent=int(environment["RANK"]),
-        num_agents=world_size,
-        node_rank=int(environment["GROUP_RANK"]),
-        num_nodes=world_size // devices,
-        devices=devices,
-        local_ranks=(int(environment["LOCAL_RANK"]),),
-        main_address=environment["MASTER_ADDR"],
-        main_port=int(environment["MASTER_PORT"]),
-        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _of_slurm(environment: Mapping[str, str]) -> Placement | None:
-    if "SLURM_PROCID" not in environment:
+def _of_launcher(environment: Mapping[str, str]) -> Placement | None:
+    if not {"TORCHELASTIC_RUN_ID", "SLURM_PROCID"} & environment.keys():
         return None
     from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+    from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 
-    if not SLURMEnvironment.detect():
+    kind = next((kind for kind in (TorchElasticEnvironment, SLURMEnvironment) if kind.detect()), None)
+    if kind is None:
         return None
     try:
-        slurm = SLURMEnvironment()
+        launcher = kind()
     except RuntimeError as error:  # options of srun that Lightning refuses
         raise ValueError(str(error)) from error
-    num_nodes = int(environment.get("SLURM_NNODES", "1"))
+    world_size = launcher.world_size()
+    devices = int(environment.get("LOCAL_WORLD_SIZE", 0)) or world_size // int(environment.get("SLURM_NNODES", "1"))
     return Placement(
-        agent=slurm.global_rank(),
-        num_agents=slurm.world_size(),
-        node_rank=slurm.node_rank(),
-        num_nodes=num_nodes,
-        devices=slurm.world_size() // num_nodes,
-        local_ranks=(slurm.local_rank(),),
-        main_address=slurm.main_address,
-        main_port=slurm.main_port,
+        agent=launcher.global_rank(),
+        num_agents=world_size,
+        node_rank=launcher.node_rank(),
+        num_nodes=world_size // devices,
+        devices=devices,
+        local_ranks=(launcher.local_rank(),),
+        main_address=launcher.main_address,
+        main_port=launcher.main_port,
+        has_store=environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
 
 
 def _of_user(devices: int | None, num_nodes: int | None, environment: Mapping[str, str]) -> Placement:
     devices = devices or int(environment.get("PL_TRAINER_DEVICES") or DEFAULT_DEVICES)
     num_nodes = int(environment.get("PL_TRAINER_NUM_NODES") or num_nodes or 1)  # of emulate, or for Lightning
+    own = Placement(devices=devices, local_ranks=tuple(range(devices)))
     if num_nodes == 1:
-        return Placement(devices=devices, local_ranks=tuple(range(devices)))
+        return own
     node_rank = environment.get("NODE_RANK", "")
     if "MASTER_ADDR" not in environment or not node_rank.isdigit() or int(node_rank) >= num_nodes:
         raise ValueError(
             f"--num-nodes={num_nodes}: run the same command on each host, with the first one's address in MASTER_ADDR "
             f"and the host's number, 0 to {num_nodes - 1}, in NODE_RANK"
         )
-    return Placement(
+    return replace(
+        own,
         agent=int(node_rank),
         num_agents=num_nodes,
         node_rank=int(node_rank),
         num_nodes=num_nodes,
-        devices=devices,
-        local_ranks=tuple(range(devices)),
         main_address=environment["MASTER_ADDR"],
-        main_port=port_number(environment.get("MASTER_PORT", _DEFAULT_PORT)),
+        main_port=port_number(environment.get("MASTER_PORT", "29500")),
     )

@@ -23,8 +23,8 @@ class Subject:
     Args:
         name: of the model, for people.
         model: makes the LightningModule.
-        batch_size: samples of each rank, for models with an example batch; where one process drives all devices, those
-            of a device. 0 where a loader decides.
+        batch_size: samples of each rank, or of each device under ``dp``, for models with an ``example_batch``; 0 where
+            a loader decides.
         data: makes its LightningDataModule; None where the model brings its data.
         precision: of the Trainer; None for its default.
         accumulate: batches of an optimizer step.
@@ -32,7 +32,7 @@ class Subject:
 
     name: str
     model: Callable[[], LightningModule]
-    batch_size: int
+    batch_size: int = 0
     data: Callable[[], LightningDataModule] | None = None
     precision: Any = None
     accumulate: int = 1
@@ -96,9 +96,6 @@ class BenchGPT(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-MODELS: dict[str, type[LightningModule]] = {"mlp": BenchMLP, "gpt": BenchGPT}
-
-
 class SameBatch(Dataset[Any]):
     """``length`` samples; every batch of them is the same one, so that loading takes no time."""
 
@@ -123,21 +120,11 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def brings_batch(model: LightningModule) -> bool:
-    """Whether the model has an ``example_batch(batch_size)``."""
-    return callable(getattr(model, "example_batch", None))
-
-
 def made(base: type[T], settings: Any, where: str) -> T:
     """An object of a subclass of ``base``, as Lightning's command line makes it from a configuration file.
 
-    Args:
-        base: LightningModule or LightningDataModule.
-        settings: a class path, or a mapping with ``class_path`` and ``init_args``.
-        where: place of the settings, for the message.
-
     Raises:
-        ValueError: it cannot be made.
+        ValueError: it cannot be made; ``where`` is the place of the settings.
     """
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(base, "it", fail_untyped=False)

@@ -16,14 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from lightning_multigpu.bench.collectives.collective_run import OK
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError, RankJob
 from lightning_multigpu.bench.strategies.contenders import Contender
-from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, Taken, Turn, serve
+from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan, Taken, serve
 from lightning_multigpu.report.statistics import Spread
-
-START_EACH_S = 10.0
-"""More for each strategy that starts at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +29,10 @@ class StrategyResult:
     ``seconds`` are the steps of that rank, in order. ``rank_medians_s`` are the medians of all ranks. ``metered`` is
     what the strategy's own meter says of a step, on the rank that communicates longest: total_ms, hidden_ms, exposed_ms
     and sent_bytes. ``samples`` of a step and ``samples_per_s`` are of all ranks together; 0 and None where samples
-    cannot be counted. ``memory`` has the bytes of the rank that holds most, by kind, where the plan counts them. A row
-    whose status is not "ok" has a reason in place of figures.
+    cannot be counted. A row of a strategy that failed has a reason in place of figures.
     """
 
     label: str
-    status: str = OK
     reason: str | None = None
     step_s: Spread | None = None
     seconds: Sequence[float] = ()
@@ -47,30 +41,6 @@ class StrategyResult:
     parameters: int = 0
     samples: float = 0.0
     samples_per_s: float | None = None
-    memory: dict[str, int] = field(default_factory=dict)
-
-
-def take_turns(
-    runners: Sequence[StrategyRun], after_turn: Callable[[str], object] = lambda label: None
-) -> list[StrategyResult]:
-    """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time.
-
-    ``after_turn`` gets the label of the strategy after each turn; each has one more than the plan's repetitions.
-    """
-    order = [*runners]  # first a turn each that does not count
-    for repetition in range(runners[0].plan.repetitions):
-        first = repetition % len(runners)
-        order += [*runners[first:], *runners[:first]]
-    turns = runners[0].hosts.turns(order)
-    for runner in runners:
-        numbers = [number for number, whose in turns if whose is runner]
-        runner.start(numbers, START_EACH_S * len(runners))
-    for index, (number, runner) in enumerate(turns):
-        runner.take(number, counts=index >= len(runners))
-        after_turn(runner.contender.label)
-    with ThreadPoolExecutor() as threads:  # ranks take a moment to end
-        list(threads.map(StrategyRun.end, runners))
-    return [runner.result() for runner in runners]
 
 
 @dataclass
@@ -82,32 +52,28 @@ class StrategyRun:
     plan: StrategyPlan
     devices: int | None = None
     _job: RankJob | None = None
-    _out: tuple[str, str] | None = None
+    _reason: str | None = None
     _taken: list[Sequence[Taken]] = field(default_factory=list)  # of each turn that counts, by rank
 
-    def start(self, numbers: Sequence[int], more_s: float) -> None:
-        """Starts the ranks, for the turns of these numbers; with others, they may take ``more_s`` longer for it."""
+    def start(self) -> None:
+        """Starts the ranks."""
         plan, devices = self.plan, self.devices or self.hosts.placement.devices
         self._job = self.hosts.start(
-            "strategy",
             serve,
             (self.contender, plan, devices),
-            [(number, Turn(plan.warm_up, plan.steps)) for number in numbers],
             timeout_s=plan.timeout_s,
-            start_timeout_s=plan.start_timeout_s + more_s,
+            start_timeout_s=plan.start_timeout_s,
             devices=1 if self.contender.is_one_process else devices,
         )
 
-    def take(self, number: int, *, counts: bool) -> None:
+    def take(self, *, counts: bool) -> None:
         """Takes a turn, if the strategy has not failed."""
         if self._job is None:
-            self.hosts.skip(number)
             return
         try:
-            taken = [Taken(**answer) for answer in self._job.answers(number)]
+            taken = [Taken(**answer) for answer in self._job.turn(True)]
         except JobError as error:
-            self._job = None
-            self._out = error.status, str(error)
+            self._job, self._reason = None, str(error)
             return
         if counts:
             self._taken.append(taken)
@@ -115,11 +81,10 @@ class StrategyRun:
     def end(self) -> None:
         if self._job is not None:
             self._job.end()
-            self._job = None
 
     def result(self) -> StrategyResult:
-        if self._out is not None:
-            return StrategyResult(label=self.contender.label, status=self._out[0], reason=self._out[1])
+        if self._reason is not None:
+            return StrategyResult(label=self.contender.label, reason=self._reason)
         ranks = [*zip(*self._taken, strict=True)]
         seconds = [[step_s for taken in turns for step_s in taken.seconds] for turns in ranks]
         samples = [fmean(taken.samples for taken in turns) for turns in ranks]
@@ -134,8 +99,26 @@ class StrategyRun:
             parameters=ranks[0][0].parameters,
             samples=sum(samples),
             samples_per_s=sum(size / of.median for size, of in zip(samples, spreads, strict=True)) or None,
-            memory=max((taken.memory for taken in self._taken[-1]), key=lambda kinds: sum(kinds.values())),
         )
+
+
+def take_turns(
+    runs: Sequence[StrategyRun], after_turn: Callable[[str], object] = lambda label: None
+) -> list[StrategyResult]:
+    """The rows of runs with equal plans and hosts, also of different numbers of ranks; they start at the same time.
+
+    ``after_turn`` gets the label of the strategy after each turn; each has one more than the plan's repetitions.
+    """
+    for run in runs:
+        run.start()
+    for number in range(1 + runs[0].plan.repetitions):  # the first one does not count
+        first = max(0, number - 1) % len(runs)
+        for run in [*runs[first:], *runs[:first]]:
+            run.take(counts=number > 0)
+            after_turn(run.contender.label)
+    with ThreadPoolExecutor() as threads:  # ranks take a moment to end
+        list(threads.map(StrategyRun.end, runs))
+    return [run.result() for run in runs]
 
 
 def _meter_figures(turns: Sequence[Taken]) -> dict[str, float] | None:

@@ -8,34 +8,27 @@ process prints.
 not. ::
 
     {
-      "schema_version": 1,
-      "date": "2026-11-21T12:00:00Z", "command": "lightning-multigpu bench collectives ...",
-      "machine": {"processor": str, "cores": int, "usable_cores": int, "memory_bytes": int, "gpus": [str],
-                  "system": str},                           of the first host
-      "versions": {software: str},
-      "ranks": int, "nodes": int, "ranks_per_node": int, "threads_per_rank": int, "device": "cpu" or "cuda",
-      "note": str or null,                                   that ranks share GPUs, whose times are no forecast
-      "settings": {"dtype": str, "repetitions": int, "warm_up": int, "timeout_s": number, "link_gbit": number or null},
+      "schema_version": 1, "date", "command", "versions": {software: text},
+      "machine": {"processor", "cores", "usable_cores", "memory_bytes", "gpus", "system"},     of the first host
+      "ranks", "nodes", "ranks_per_node", "threads_per_rank", "device",
+      "note",                                       text, or null: that ranks share GPUs, whose times are no forecast
+      "settings": {"dtype", "repetitions", "warm_up", "timeout_s", "link_gbit"},
       "results": [
         {
           "operation": "all_reduce", "implementation": "ring",
-          "size_bytes": int, "elements": int, "dtype": str,  S as nccl-tests counts it: the whole where ranks hold parts
-          "status": "ok", "not supported", "failed", "crashed" or "timed out",
-          "reason": str or null,                             why, where the status is not "ok"
-          "time_us": {"median", "p25", "p75", "min", "max": number, "count": int} or null,
-                                                             of one call, on the slowest rank
-          "algbw_gb_per_sec": number or null,                size over median time, in 10^9 bytes
-          "busbw_gb_per_sec": number or null,                algbw times nccl-tests' factor of the operation
-          "share_of_peak": number or null,                   busbw over --link-gbit
-          "wrong": int or null                               elements of the results on all ranks that are wrong
+          "size_bytes", "elements", "dtype",        S as nccl-tests counts it: the whole where ranks hold parts
+          "status": "ok", "not supported" or "failed", "reason",                               text, or null
+          "time_us": {"median", "p25", "p75", "min", "max", "count"} or null,                  on the slowest rank
+          "algbw_gb_per_sec",                       size over median time, in 10^9 bytes
+          "busbw_gb_per_sec",                       algbw times nccl-tests' factor of the operation
+          "share_of_peak",                          busbw over --link-gbit
+          "wrong"                                   elements of the results on all ranks that are wrong
         }
       ]
     }
 
-With ``--support`` the results are ::
-
-      {"implementation": str, "device": "cpu" or "cuda", "operation": str, "supported": bool,
-       "status": as above, or "wrong", "not built", "no GPU", "reason": str or null}
+With ``--support`` the results are ``{"implementation", "device", "operation", "supported", "status", "reason"}``, and a
+status may also be "wrong", "not built" or "no GPU".
 
 Functions import what needs torch, so that ``--help`` and a refusal do without.
 """
@@ -43,31 +36,36 @@ Functions import what needs torch, so that ``--help`` and a refusal do without.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
-from lightning_multigpu.bench.collectives import implementations as table_of_implementations
-from lightning_multigpu.bench.collectives.implementations import Implementation
-from lightning_multigpu.bench.collectives.operations import BY_NAME, Operation
-from lightning_multigpu.bench.jobs.placement import Placement, placement
-from lightning_multigpu.bench.sizes import size_bytes, size_text
+from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS, Implementation
+from lightning_multigpu.bench.collectives.operations import BY_NAME
+from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.benches.bench_options import add_common_options, check_device, started, write_json
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
+from lightning_multigpu.planning.numbers import number as decimal
+from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.report.schema import attributes
+from lightning_multigpu.report.terminal import columns
 
 if TYPE_CHECKING:
     from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
 
+_COLUMNS = {
+    "size": (">12", "(B)"), "elements": (">10", ""), "type": (">8", ""), "operation": ("<14", ""),
+    "implementation": ("<14", ""), "time": (">10", "(us)"), "25 %": (">10", "(us)"), "75 %": (">10", "(us)"),
+    "algbw": (">7", "(GB/s)"), "busbw": (">7", "(GB/s)"), "wrong": (">5", ""), "share": (">8", ""),
+}  # fmt: skip
 DTYPES = ("float32", "float64", "float16", "bfloat16", "int32", "int64")
-_TENSORS_A_RANK = 2  # one goes in, one comes out
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the table row by row, and writes what was asked for; returns 1 where a result was wrong."""
+    """Prints the table row by row, and writes what was asked for; returns 1 where a result was wrong or a rank lost."""
     options = _parser(name).parse(arguments)
     try:
         place = placement(options.devices, options.num_nodes)
@@ -75,8 +73,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             raise UsageError("--devices=1: a collective needs 2 ranks or more; pass --devices=2")
         check_directories(options, "json")
         check_device(options)
-        plan = _plan(options, _operations(options), _implementations(options))
-        _check_memory(options, plan, place)
+        plan = _plan(options)
     except ValueError as error:
         raise UsageError(str(error)) from error
     with started(place, options, [*name.split(), *arguments]) as (hosts, head):
@@ -84,42 +81,106 @@ def run(name: str, arguments: Sequence[str]) -> int:
 
 
 def _table(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
-    from lightning_multigpu.bench.collectives.collective_run import measure
-    from lightning_multigpu.bench.collectives.collective_table import CollectivesTable
+    from lightning_multigpu.bench.collectives.collective_run import FAILED, measure
 
-    world_size = hosts.placement.world_size
-    table = CollectivesTable(world_size=world_size, dtype=plan.dtype, link_gbit=options.link_gbit)
-    print("\n".join(table.head()), flush=True)
-    results: list[CollectiveResult] = []
+    shown = [*_COLUMNS][: None if options.link_gbit else -1]
+    for cells in (shown, [_COLUMNS[title][1] for title in shown]):
+        print(f"#{_line(cells)[1:].rstrip()}", flush=True)
+    entries: list[dict[str, Any]] = []
     for result in measure(hosts, plan):
-        results.append(result)
-        print(table.row(result), flush=True)
-    print("\n".join(table.summary(results)), flush=True)
-    settings = {
-        "dtype": options.dtype,
-        **attributes(plan, "repetitions", "warm_up", "timeout_s"),
-        "link_gbit": options.link_gbit,
-    }
-    write_json(options.json, head, settings, [table.as_json(result) for result in results])
-    return int(any(result.wrong for result in results))
+        entries.append(entry(result, hosts.placement.world_size, options.dtype, options.link_gbit))
+        print(line(entries[-1]), flush=True)
+    print("\n".join(summary(entries, options.link_gbit)), flush=True)
+    settings = {**attributes(plan, "repetitions", "warm_up", "timeout_s"), **attributes(options, "dtype", "link_gbit")}
+    write_json(options.json, head, settings, entries)
+    return int(any(each["wrong"] or each["status"] == FAILED for each in entries))
 
 
 def _support(hosts: HostAgents, head: dict[str, Any], plan: CollectivePlan, options: argparse.Namespace) -> int:
-    from lightning_multigpu.bench.collectives import support
+    """A row for each back end and device, a column for each operation; below it the reasons of failures."""
+    from lightning_multigpu.bench.collectives.collective_run import WRONG, support
 
-    cells = support.try_all(hosts, plan.implementations, plan.operations, plan.timeout_s)
-    print("\n".join(support.lines(cells)), flush=True)
+    cells = support(hosts, plan.implementations, plan.operations, plan.timeout_s)
+    rows: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        rows.setdefault((cell["implementation"], cell["device"]), []).append(cell["status"])
+    titles = ["# back end", "device", *(operation.name for operation in plan.operations)]
+    reasons = ["# {implementation}, {device}, {operation}: {reason}".format(**cell) for cell in cells if cell["reason"]]
+    table = columns([titles, *([*place, *statuses] for place, statuses in rows.items())], "left", "left")
+    print("\n".join([*table, *reasons]), flush=True)
     write_json(options.json, head, {"timeout_s": plan.timeout_s}, cells)
-    return int(any(cell["status"] == support.WRONG for cell in cells))
+    return int(any(cell["status"] == WRONG for cell in cells))
 
 
-def _operations(options: argparse.Namespace) -> list[Operation]:
-    names = names_of("operations", [value.replace("/", "_") for value in options.operations], BY_NAME)
-    return [BY_NAME[name] for name in names or BY_NAME]
+def entry(result: CollectiveResult, world_size: int, dtype: str, link_gbit: float | None) -> dict[str, Any]:
+    """An entry of ``results``; ``link_gbit`` is the theoretical speed of a rank's way out, or None."""
+    algbw = result.size_bytes / result.seconds.median / 1e9 if result.seconds and result.numel else None
+    busbw = None if algbw is None else algbw * result.operation.bus_factor(world_size)
+    return {
+        "operation": result.operation.name,
+        "implementation": result.implementation,
+        "size_bytes": result.size_bytes,
+        "elements": result.numel,
+        "dtype": dtype,
+        **attributes(result, "status", "reason"),
+        "time_us": result.seconds and asdict(result.seconds.scaled(1e6)),
+        "algbw_gb_per_sec": algbw,
+        "busbw_gb_per_sec": busbw,
+        "share_of_peak": None if busbw is None or link_gbit is None else busbw / (link_gbit / 8),
+        "wrong": result.wrong if result.reason is None else None,
+    }
+
+
+def line(entry: Mapping[str, Any]) -> str:
+    """An entry as a row of the table."""
+    cells = [str(entry[key]) for key in ("size_bytes", "elements", "dtype", "operation", "implementation")]
+    if entry["time_us"] is None:
+        return f"{_line(cells)} {entry['status']}: {entry['reason']}"
+    cells += [f"{entry['time_us'][key]:.1f}" for key in ("median", "p25", "p75")]
+    cells += ["-" if entry[key] is None else f"{entry[key]:.3f}" for key in ("algbw_gb_per_sec", "busbw_gb_per_sec")]
+    share = entry["share_of_peak"]
+    return _line([*cells, str(entry["wrong"]), "" if share is None else f"{100 * share:.1f} %"]).rstrip()
+
+
+def summary(entries: Sequence[Mapping[str, Any]], link_gbit: float | None) -> list[str]:
+    """The best bus bandwidth of each operation and implementation: "42.0 of 50.0 GB/s = 84 %"."""
+    best: dict[tuple[str, str], Mapping[str, Any]] = {}
+    for each in entries:
+        key = each["operation"], each["implementation"]
+        if (each["busbw_gb_per_sec"] or 0.0) > (best[key]["busbw_gb_per_sec"] if key in best else 0.0):
+            best[key] = each
+    lines = []
+    for (operation, implementation), each in best.items():
+        of = "" if link_gbit is None else f" of {decimal(link_gbit / 8)}"
+        share = "" if link_gbit is None else f" = {100 * each['share_of_peak']:.0f} %"
+        shown = f"{decimal(each['busbw_gb_per_sec'])}{of} GB/s{share} (at {size(each['size_bytes'])})"
+        lines.append(f"# {operation}, {implementation}: busbw {shown}")
+    return lines
+
+
+def _line(cells: Iterable[str]) -> str:
+    return " ".join(f"{cell:{width}}" for cell, (width, _) in zip(cells, _COLUMNS.values(), strict=False))
+
+
+def size_bytes(text: str) -> int:
+    """The size in bytes: "64k" and "64KiB" are 65,536, "64kB" is 64,000.
+
+    Raises:
+        argparse.ArgumentTypeError: not a number above 0 with one of the units, or no whole number of bytes.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:b|([kmg])(i?b)?)?", text.strip().lower())
+    unit = (1000 if match[3] == "b" else 1024) ** (1 + "kmg".index(match[2])) if match and match[2] else 1
+    value = float(match[1]) * unit if match else 0.0
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(
+            f"size {text!r}: pass a whole number of bytes, or one with a unit, such as 64k or 1MiB; k, M and G (or "
+            "KiB, MiB, GiB) are powers of 1024, kB, MB and GB of 1000"
+        )
+    return int(value)
 
 
 def _implementations(options: argparse.Namespace) -> list[Implementation]:
-    rows = {row.name: row for row in table_of_implementations.IMPLEMENTATIONS}
+    rows = {row.name: row for row in IMPLEMENTATIONS}
     names = names_of("backends", options.backends, rows)
     if options.support:
         return [rows[name] for name in names] or list(rows.values())
@@ -132,9 +193,9 @@ def _implementations(options: argparse.Namespace) -> list[Implementation]:
     return [rows[name] for name in names] or [row for row in rows.values() if row.is_for(options.device)]
 
 
-def _plan(
-    options: argparse.Namespace, operations: list[Operation], implementations: list[Implementation]
-) -> CollectivePlan:
+def _plan(options: argparse.Namespace) -> CollectivePlan:
+    operations = names_of("operations", [value.replace("/", "_") for value in options.operations], BY_NAME)
+    implementations = _implementations(options)
     smallest, largest = options.min_size, options.max_size
     if largest < smallest:
         raise UsageError(f"--max-size={largest} is below --min-size={smallest} (bytes); swap them")
@@ -143,7 +204,7 @@ def _plan(
     from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
 
     return CollectivePlan(
-        operations=operations,
+        operations=[BY_NAME[name] for name in operations or BY_NAME],
         implementations=implementations,
         sizes=[size for n in range(64) if (size := smallest * options.step_factor**n) <= largest],
         device_type=options.device,
@@ -154,36 +215,18 @@ def _plan(
     )
 
 
-def _check_memory(options: argparse.Namespace, plan: CollectivePlan, place: Placement) -> None:
-    if options.device == "cpu":
-        jobs = len(plan.implementations) * place.devices
-        needed, free = _TENSORS_A_RANK * plan.sizes[-1] * jobs, psutil.virtual_memory().available
-        if needed > free:
-            raise UsageError(
-                f"--max-size={size_text(plan.sizes[-1])} takes up to {needed / 2**30:.1f} GiB of memory for {jobs} "
-                f"processes on this host, and {free / 2**30:.1f} GiB are free; pass less"
-            )
-
-
 def _parser(name: str) -> OptionParser:
-    rows = table_of_implementations.IMPLEMENTATIONS
     parser = OptionParser(
         prog=f"{PROGRAM} {name}",
         description="Time every collective on every implementation that is there, in turn, and check the results.\n"
         "Columns as nccl-tests prints them; times are medians over all calls, on the slowest rank.",
-        epilog="back ends:\n" + "\n".join(f"  {row.name:<8} {row.summary}" for row in rows),
+        epilog="back ends:\n" + "\n".join(f"  {row.name:<8} {row.summary}" for row in IMPLEMENTATIONS),
     )
     add = parser.add_argument
     add("--operations", nargs="+", default=[], metavar="NAME", help=f"some of {', '.join(BY_NAME)}; by default all")
     add("--backends", nargs="+", default=[], metavar="NAME", help="some of those below; by default all that fit")
-    add("--min-size", type=size_bytes, default=2**10, metavar="SIZE", help="smallest size, such as 64k (default: 1KiB)")
-    add(
-        "--max-size",
-        type=size_bytes,
-        default=2**28,
-        metavar="SIZE",
-        help="largest, such as 1MiB (default: 256MiB)",
-    )
+    add("--min-size", type=size_bytes, metavar="SIZE", default=2**10, help="smallest size, such as 64k (default: 1KiB)")
+    add("--max-size", type=size_bytes, metavar="SIZE", default=2**28, help="largest, such as 1MiB (default: 256MiB)")
     add("--step-factor", type=number(int, 2), default=4, metavar="N", help="from one size to the next (default: 4)")
     add("--dtype", choices=DTYPES, default="float32", help="of the tensors (default: float32)")
     add_common_options(parser, timed="calls", timeout_s=60.0)
