@@ -136,6 +136,15 @@ class Quantised(Plain):
         return cross_entropy(self.layers(x * self.codes) * self.scales.to(x), y)
 
 
+class Halved(Plain):
+    """Its parameters have hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: 0.5 * gradient)
+
+
 class LeavesOut(Plain):
     """A loss of the first layers, then one of no parameter, and one of the head alone."""
 
@@ -155,6 +164,7 @@ class LeavesOut(Plain):
     [
         (PenalisedBehind, "1f1b", 1),
         (Quantised, "1f1b", 1),
+        (Halved, "1f1b", 1),
         (LeavesOut, "1f1b", 1),
         (LeavesOut, "1f1b", 2),
         (LeavesOut, "zero_bubble", 1),
@@ -163,8 +173,9 @@ class LeavesOut(Plain):
 def test_what_stages_can_do(kind: type[Plain], schedule: str, accumulate: int, world2: World) -> None:
     """It failed, or moved weights.
 
-    Frozen integers failed in the norms of the proof, int16 and float8 in Gloo's broadcast of the first values. Where a
-    loss left stages out, those before the last one stepped with gradients of zero, and momentum moved their weights.
+    Gradients of parameters with hooks differed in the proof, whose copy had none. Frozen integers failed in its norms,
+    int16 and float8 in Gloo's broadcast of the first values. Where a loss left stages out, those before the last one
+    stepped with gradients of zero, and momentum moved their weights.
     """
     case = Case(max_epochs=1, num_samples=32, trainer={"accumulate_grad_batches": accumulate})
     assert_fits_alike(world2, kind, case=case, schedule=schedule)

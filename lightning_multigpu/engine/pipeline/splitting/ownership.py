@@ -307,8 +307,11 @@ class Ownership:
         values: dict[int, Tensor] = {}
         for holding, value in self.values_of_others():
             value = value.to(self.device)
-            trained = holding.tensor.requires_grad
-            values[id(holding.tensor)] = Parameter(value, requires_grad=trained) if holding.is_parameter else value
+            if holding.is_parameter:
+                value = Parameter(value, requires_grad=holding.tensor.requires_grad)
+                for hook in (holding.tensor._backward_hooks or {}).values():
+                    value.register_hook(hook)  # type: ignore[no-untyped-call]
+            values[id(holding.tensor)] = value
         places = [
             (table, key, holding.tensor) for _, table, key, holding in self._places if id(holding.tensor) in values
         ]
