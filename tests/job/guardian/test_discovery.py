@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -46,15 +45,6 @@ def test_ranks_of_a_host_have_one_address_and_other_jobs_hosts_and_starts_anothe
     assert len({address_of_job(**{**first, **other}) for other in ({}, {}, *others)}) == 1 + len(others)
 
 
-def test_a_rank_waits_for_the_guardian_to_come(address: str) -> None:
-    with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(GuardianClient, address, rank=0, on_failure=print, start_timeout_s=30)
-        time.sleep(0.3)
-        started = Guardian.start(address=address, num_ranks=1, failure_timeout_s=3)
-        coming.result(30).leave()
-    started.stop()
-
-
 def test_no_guardian_comes(address: str) -> None:
     with pytest.raises(GuardianError, match=r"rank 1 finds no guardian .* within 0.2 s: .*LOCAL_RANK=0"):
         GuardianClient(address, rank=1, on_failure=print, start_timeout_s=0.2)
@@ -84,14 +74,6 @@ def test_a_rank_that_comes_after_the_failure_is_told(guardian: Guardian, address
     printed = start_rank(1, WORK, address).communicate("go\n", timeout=60)[0]
     assert "rank 0" in printed
     assert "raised ValueError: no such file" in printed
-
-
-def test_what_listens_there_is_no_guardian(address: str) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind("\0" + address)
-        listener.listen()
-        with pytest.raises(GuardianError, match="does not take rank 0: it does not answer in time"):
-            GuardianClient(address, rank=0, on_failure=print, timeout_s=0.3)
 
 
 NOBODY = 65534
