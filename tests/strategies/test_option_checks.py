@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -130,3 +131,9 @@ def test_every_setting_of_a_run_comes_to_its_check(change: dict[str, Any], refus
     check_run([CPU], num_nodes=2, failure_timeout_s=5.0)
     with pytest.raises(ValueError, match=refused):
         check_run(**({"devices": [CPU]} | change))
+
+
+@pytest.mark.parametrize("row", rows_of_each_class(), ids=lambda row: row.name)
+def test_a_strategy_goes_to_spawned_ranks(row: StrategyRow) -> None:
+    """A lambda in a helper ended each spawned run with "Can't pickle local object"."""
+    assert isinstance(pickle.loads(pickle.dumps(row.strategy(**row.options))), row.strategy)
