@@ -108,7 +108,7 @@ class Meter:
             memory_bytes: the part of ``sent_bytes`` that goes through memory shared with ranks of this host.
             blocking: the main thread waits during the whole transfer.
             ranks: the members of the group, as ``ranks_text`` writes them.
-            awaited: a thread waits for it from the beginning; else call ``awaited()`` of the result later.
+            awaited: a thread waits for it from the beginning.
             noted: :attr:`notes` observes it; not needed for a sent message that no thread waits for.
             on_stream: time it by events on the CUDA streams current at its start and end. It counts as awaited once
                 the device has reached it.

@@ -82,11 +82,6 @@ class Transfer(Wait):
             self.note.awaited()
         return False
 
-    def awaited(self) -> None:
-        """Reports that the calling thread waits for the transfer from now on."""
-        if self.note is not None:
-            self.note.awaited()
-
     def broke(self) -> None:
         """Ends the transfer after an error."""
         self.end = self.clock.mark(self.start)
