@@ -424,7 +424,8 @@ def _list_in_place(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs or any(isinstance(each, list | tuple | SplitTensor) for each in others):
         return NotImplemented
     name = func.__name__
-    return func([own_values(t, changes=name) if isinstance(t, SplitTensor) else t for t in tensors], *others)
+    found = func([own_values(t, changes=name) if isinstance(t, SplitTensor) else t for t in tensors], *others)
+    return None if found is None else [*tensors]
 
 
 def _refused(func: Any, args: Any, kwargs: Any) -> Any:
