@@ -59,7 +59,7 @@ def diagnose(
     Args:
         ranks: all ranks of the run, in order; at least one.
         pipeline: the figures of a pipeline, if the model is split into stages.
-        shards: the traffic of parameter servers, in the order of the servers.
+        shards: the bytes of parameter servers' shards of the weights, in the order of the servers.
         strategy: the run's strategy, whose options the remedies name.
         asynchronous: ranks do not wait for each other; the findings are the slowest rank's.
     """

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn import Module
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _BUCKET_CAP_MB = {True: 4.0, False: 1.0}  # on one host; on a network, where pulls wait for the first bucket
-_LATE_S = 5.0  # after which rank 0 names a server that is not there
 _POLL_S = 0.05
 
 
@@ -133,17 +132,18 @@ class ParameterServerStrategy(MultiGPUStrategy):
                     "MASTER_ADDR to an address of the host of rank 0, and MASTER_PORT to a free port, here and for "
                     "'lightning-multigpu serve'"
                 )
-        finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
-        if finders and self._is_asynchronous:
-            raise ValueError(
-                f"{type(finders[0]).__name__}: it has all ranks train in step with each other, which mode='async' does "
-                "not; find the value on one device with strategy='auto', and train with it"
-            )
-        if self._is_asynchronous and self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm=True: ranks wait for each other's statistics in every layer, and with mode='async' "
-                "they do not; use sync_batchnorm=False or strategy='sync_ps'"
-            )
+        if self._is_asynchronous:
+            kinds = BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler
+            names = [type(c).__name__ for c in trainer.callbacks if isinstance(c, kinds)]  # type: ignore[attr-defined]
+            if trainer.accumulate_grad_batches != 1:
+                names.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+            if self._layer_sync is not None:
+                names.append("sync_batchnorm=True")
+            if names:
+                raise ValueError(
+                    f"{names[0]}: with mode='async' each batch of a rank is an update, and no rank waits for another; "
+                    "leave it out, or use strategy='sync_ps'"
+                )
 
     @property
     @override
@@ -182,7 +182,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
             num_workers=self.world_size,
             num_servers=number,
             is_synchronous=not self._is_asynchronous,
-            max_staleness=self._max_staleness,
+            max_staleness=self._max_staleness or None,
             join_timeout_s=self.join_timeout_s,
             silence_s=max(1.0, self.failure_timeout_s / 2),
         )
@@ -197,8 +197,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self._undo.callback(servers.close)
         self.groups.also_cut.append(servers.cut)
         servers.join(store, lambda server: self._await_server(store, job, server))
-        for name, why in servers.unshared.items():
-            rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
         if self._is_asynchronous:
             self._asynchronous = AsynchronousTraining(servers, self.signals, can_be_lost=self.failure_watch.can_be_lost)
 
@@ -212,24 +210,20 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._undo.callback(process.close)
 
     def _await_server(self, store: Store, job: Job, server: int) -> None:
-        key, start_s, is_told = f"{job.name}/server {server}", time.monotonic(), False
-        while not store.check([key]):
+        until_s = time.monotonic() + job.join_timeout_s
+        while not store.check([f"{job.name}/server {server}"]):
             self.failure_watch.check()
             for process in self._processes:
                 process.check()
-            waited_s = time.monotonic() - start_s
-            what = f"parameter server {server} of {job.num_servers}"
-            if waited_s > job.join_timeout_s:
+            if time.monotonic() > until_s:
                 fix = (
                     ": run 'lightning-multigpu serve' with the MASTER_ADDR and MASTER_PORT of this job, once for each "
                     f"of the {job.num_servers} servers (num_servers)"
                 )
-                late = f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
-                raise PairEndedError(late + fix if self._are_external else late)
-            if waited_s > _LATE_S and self._are_external and not is_told:
-                is_told = True
-                limit = f"for {job.join_timeout_s:g} s at most (join_timeout_s)"
-                rank_zero_info(f"{what} is not there yet; ranks wait for it {limit}")
+                raise PairEndedError(
+                    f"parameter server {server} of {job.num_servers} did not come within {job.join_timeout_s:g} s "
+                    f"(join_timeout_s){fix if self._are_external else ''}"
+                )
             time.sleep(_POLL_S)
 
     @property
@@ -243,7 +237,11 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def server_statistics(self) -> ServerStatistics | None:
-        return None if self._connections is None or self.global_rank else self._connections.statistics()
+        if self._connections is None or self.global_rank:
+            return None
+        sizes = [transport.weights_bytes() for transport in self.owned.transports]
+        staleness = self._connections.staleness() if self._is_asynchronous else {}
+        return ServerStatistics([*map(sum, zip(*sizes, strict=True))], staleness)
 
     # Asynchronous workers
 
@@ -251,7 +249,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
         if self._asynchronous is None or self._connections is None:
             return None
-        return self._connections.newest(name, value, of_all=False)
+        told = self._connections.exchange(name, value)
+        return told if self.global_rank == 0 else [value]
 
     @override
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -120,21 +119,6 @@ def on_one_device(make: Make, updates: Updates | None = None) -> tuple[list[Tens
     return found, optimizer.state_dict()
 
 
-VALUES: dict[str, Make] = {
-    "rate": lambda groups: optim.Adam(groups, lr=torch.tensor(0.1)),
-    "rate of one dimension": lambda groups: optim.Adam(groups, lr=torch.tensor([0.1])),
-    "betas": lambda groups: optim.Adam(groups, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
-    "numpy": lambda groups: optim.Adam(groups, lr=numpy.float32(0.1), weight_decay=numpy.float64(0.1)),
-}
-
-
-def scheduled_steps(name: str, updates: Updates, serve: Serve | None = None) -> list[Tensor]:
-    """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
-    optimizer = VALUES[name](parameters := weights())
-    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
-    return steps_of(optimizer, parameters, updates, serve, after_each=scheduler.step)
-
-
 @contextlib.contextmanager
 def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
     """Hooks of every optimizer's step, which note the optimizer."""
@@ -218,7 +202,7 @@ def unusual_weights(updates: Updates, calls: list[tuple[Optimizer, str]], serve:
     optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
     steps_of(optimizer, parameters[:1], [update[:1] for update in updates], serve)
     found["a group without gradients"] = [p.detach() for p in parameters]
-    return found | {name: scheduled_steps(name, updates, serve) for name in VALUES}
+    return found
 
 
 def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]]) -> dict[str, Any]:
