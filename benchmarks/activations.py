@@ -31,7 +31,7 @@ def kept_bytes(choice: Choice) -> int:
     module = Module()
     text, targets = batch_of(32)
     saved = SavedActivations([*module.parameters(), *module.buffers()])
-    with Recomputation(module, choice, warn=print).installed(module) if choice else nullcontext(), saved.counted():
+    with Recomputation(module, choice).installed(module) if choice else nullcontext(), saved.counted():
         loss = loss_of(module.layers(text), targets)
     size_bytes = saved.size_bytes
     loss.backward()

@@ -207,8 +207,9 @@ class FaultJob:
             "TMPDIR": str(self._temporary),
         }
         if hosts is not None:
+            number = str(len([*hosts]))
             for host in hosts:
-                place = {**host.environment(), "NUM_NODES": str(len(hosts)), "RANKS": str(len(hosts))}
+                place = {**host.environment(), "NUM_NODES": number, "RANKS": number}
                 place["SWITCH"] = str(hosts.switch.pid)
                 place["HOSTS"] = " ".join(str(other.namespace.pid) for other in hosts)
                 self._start_process({**common, **place}, host)
@@ -345,8 +346,8 @@ def shared_memory(process: psutil.Process) -> set[Path]:
 
 
 def is_whole(path: Path) -> bool:
-    """A checkpoint is a zip archive, whose table of contents is written last. A file about the failure may be there."""
-    if path.is_dir() or path.match("failure-*.txt"):
+    """A checkpoint is a zip archive, whose table of contents is written last."""
+    if path.is_dir():
         return True
     return path.suffix == ".ckpt" and zipfile.is_zipfile(path)
 

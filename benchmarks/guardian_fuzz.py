@@ -26,8 +26,7 @@ from typing import Any
 
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
-from lightning_multigpu.job.guardian.host_links import Hosts
+from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError
 from lightning_multigpu.job.guardian.protocol import encode
 from tests.job.guardian.job import DEADLINE_S, Job, go_on, is_alive, line_of
 
@@ -209,46 +208,6 @@ def listening_port(pid: int) -> int:
     return port
 
 
-def joining_host(number: int, seed: int) -> Outcome:
-    """A host whose node 0 answers with such messages: without a welcome it says that it cannot reach node 0."""
-    fuzzer = Fuzzer(seed, [encode("refused", why="x"), encode("alive")])
-    sent, before_kb, since_s, problem = 0, resident_kb(os.getpid()), time.monotonic(), ""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        while sent < number and not problem:
-            own = socket.create_connection(listener.getsockname())
-            node, met = _Node(), []
-            node.hosts.join(own, node_rank=1, secret=_SECRET, now_s=0.0, on_met=lambda: met.append(1))  # noqa: B023
-            other, _ = listener.accept()
-            with other:
-                messages = fuzzer.messages()
-                for message in messages:
-                    with contextlib.suppress(OSError):
-                        other.send(message, socket.MSG_NOSIGNAL)
-                sent += len(messages)
-                other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            try:
-                for read in list(node.readers.values()):
-                    read()
-                found = node.hosts.observe(1.0)
-                text = "" if found is None else found.failure.what
-                if not met and "cannot reach" not in text and "has refused" not in text:
-                    problem = f"it is told {text!r}"
-            except Exception as error:
-                problem = f"{type(error).__name__}: {error}"
-            node.hosts.close()
-    return Outcome("a host that joins", sent, time.monotonic() - since_s, resident_kb(os.getpid()) - before_kb, problem)
-
-
-class _Node:
-    def __init__(self) -> None:
-        self.readers: dict[socket.socket, Callable[[], None]] = {}
-        self.hosts = Hosts(
-            silence_s=3.0,
-            watch=self.readers.__setitem__,
-            forget=lambda sock: self.readers.pop(sock, None),
-        )
-
-
 def notes(number: int, seed: int) -> Outcome:
     """Notes in the store at which ranks join: RendezvousError, and nothing else, on the rank that reads them."""
     good = json.dumps({"rank": 1, "host": "h", "node_rank": 0, "pid": 1, "world_size": 2, "table": {}}).encode()
@@ -256,9 +215,7 @@ def notes(number: int, seed: int) -> Outcome:
     own = Arrival(0, "h", 0, 1, 2, {})
     sent, before_kb, since_s, problem = 0, resident_kb(os.getpid()), time.monotonic(), ""
     while sent < number and not problem:
-        rendezvous = Rendezvous(
-            store, own, attempt=str(sent), deadline_s=0.0, timeout_s=0.0, check=lambda: None
-        )  # fmt: skip
+        rendezvous = Rendezvous(store, own, Limit(0.0, 0.0, lambda: None), attempt=str(sent))
         prefixed = PrefixStore(f"lightning-multigpu/{sent}", store)
         messages = fuzzer.messages()
         for ticket, note in enumerate(messages):
@@ -281,7 +238,6 @@ def notes(number: int, seed: int) -> Outcome:
 
 TARGETS = {
     "hosts": hosts,
-    "joining-host": joining_host,
     "notes": notes,
 }
 

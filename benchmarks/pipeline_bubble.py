@@ -38,7 +38,7 @@ from benchmarks.heading import heading
 from benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.bench.strategies.models import repeated
-from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder
+from lightning_multigpu.engine.pipeline.stages.runner import PassesInOrder
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import free_port

@@ -4,9 +4,11 @@
 
     python -m benchmarks.planner --folder runs/planner
 
-calibrates one host with 2 and 4 ranks, and 2 and 4 emulated hosts at three bandwidths. Then for each model and world it
-measures the model alone, writes down what it predicts, and trains the model under each strategy in turn. No model here
-is one of the calibration's three.
+calibrates one host with 2 ranks, and 2 emulated hosts at three bandwidths. Then for each model and world it measures
+the model alone, writes down what it predicts, and trains the model under each strategy in turn. No model here is one of
+the calibration's three. In a few minutes, on models on which no formula was chosen:
+
+    python -m benchmarks.planner --models "cnn 1 M" "lstm 2 M" --worlds 1x2 1gbit:2x1 --repetitions 1
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -30,19 +31,21 @@ import lightning.pytorch as pl
 import torch
 
 from benchmarks.heading import heading
-from lightning_multigpu._usable_cores import usable_cores
+from benchmarks.planner_models import ConvNet, LanguageLSTM
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.bench.strategies.contenders import NO_COMMUNICATION, Contender, contender
 from lightning_multigpu.bench.strategies.models import BenchGPT, BenchMLP, Subject, repeated
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
 from lightning_multigpu.bench.strategies.strategy_run import StrategyRun, take_turns
-from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
+from lightning_multigpu.commands.calibrate import read
+from lightning_multigpu.commands.plans.measured_model import measured_model
 from lightning_multigpu.commands.plans.scaling_cli import strategy_of
+from lightning_multigpu.commands.plans.short_run import PlannedModule
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
-from lightning_multigpu.planning.scaling.machine_model import Machine, World, from_json
-from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
+from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.step_model import Candidate, ImpossibleError, predict
 
 MODELS: dict[str, tuple[Any, int]] = {
@@ -52,6 +55,8 @@ MODELS: dict[str, tuple[Any, int]] = {
     "gpt 1 M": (partial(BenchGPT, width=128, num_layers=4), 8),
     "gpt 3 M": (partial(BenchGPT, width=192, num_layers=6), 4),
     "gpt 8 M": (partial(BenchGPT, width=320, num_layers=6, num_heads=5), 4),
+    "cnn 1 M": (partial(ConvNet, width=40), 32),
+    "lstm 2 M": (partial(LanguageLSTM, width=256), 16),
 }
 BANDWIDTHS = {"200mbit": "16kb", "1gbit": "64kb", "10gbit": "64kb"}
 """Of the emulated links, and what passes at once after a pause: less than a millisecond; on real links nothing does."""
@@ -64,8 +69,8 @@ HOSTS = (
     *("ring_ddp", "ring_ddp:bucket_cap_mb=1", "ring_ddp x4", "ring_ddp:compression=int8", "ring_ddp:compression=bf16"),
     *("ddp_sharded", "sharded_ps", "pipeline_1f1b:num_micro_batches=4", "tensor_split"),
 )
-WORLDS = [("", World(1, 2)), ("", World(1, 4))] + [(b, World(n, 1)) for b in BANDWIDTHS for n in (2, 4)]
-_OF_MODEL = ["one_device", *dict.fromkeys((*ONE_HOST, *HOSTS))]
+WORLDS = [("", World(1, 2))] + [(bandwidth, World(2, 1)) for bandwidth in BANDWIDTHS]
+"""On two cores; of more ranks than cores plans say nothing."""
 
 
 def main() -> None:
@@ -132,8 +137,9 @@ def _one_model(
         cases += own
         path.write_text(json.dumps(cases, indent=1))
         rows = _measured_apart(name, bandwidth, world, options)
-        pace = rows[NO_COMMUNICATION]["mean_s"] / profile.phases[world.size].step_s
-        again = _predicted(_at_pace(profile, pace), machines[bandwidth], bandwidth, world)
+        machine = machines[bandwidth]
+        pace = rows[NO_COMMUNICATION]["mean_s"] / (profile.phases.step_s * machine.slowdown_of(machine.crowd(world)))
+        again = _predicted(_at_pace(profile, pace), machine, bandwidth, world)
         for case, paced in zip(own, again, strict=True):
             case["measured"], case["paced_s"] = rows[case["strategy"]], paced.get("step_s")
         path.write_text(json.dumps(cases, indent=1))
@@ -143,11 +149,8 @@ def _one_model(
 def _at_pace(profile: ModelProfile, factor: float) -> ModelProfile:
     """The profile with steps ``factor`` times as long: as the machine has them later."""
 
-    def later(phases: Mapping[int, Phases]) -> dict[int, Phases]:
-        return {crowd: each.times(factor) for crowd, each in phases.items()}
-
-    splits = {size: replace(part, phases=later(part.phases)) for size, part in profile.splits.items()}
-    return replace(profile, phases=later(profile.phases), splits=splits)
+    splits = {size: replace(part, phases=part.phases.times(factor)) for size, part in profile.splits.items()}
+    return replace(profile, phases=profile.phases.times(factor), splits=splits)
 
 
 def _calibrated(folder: Path, worlds: list[tuple[str, World]], *, again: bool) -> dict[str, Machine]:
@@ -158,7 +161,7 @@ def _calibrated(folder: Path, worlds: list[tuple[str, World]], *, again: bool) -
         one.unlink(missing_ok=True)
         devices = sorted({str(world.devices) for _, world in worlds} - {"1"}) or ["2"]
         subprocess.run([*command, "--devices", *devices, f"--output={one}"], check=True)
-    found = {"": from_json(one.read_text(), str(one))}
+    found = {"": read(one)}
     for bandwidth in dict.fromkeys(b for b, _ in worlds if b):
         path = folder / f"{bandwidth}.json"
         if again or not path.exists():
@@ -166,7 +169,7 @@ def _calibrated(folder: Path, worlds: list[tuple[str, World]], *, again: bool) -
             for nodes in sorted({world.nodes for b, world in worlds if b == bandwidth}):
                 shown = [*command, f"--num-nodes={nodes}", "--devices=1", f"--output={path}"]
                 subprocess.run([*_emulate(bandwidth, nodes), *shown], check=True)
-        found[bandwidth] = from_json(path.read_text(), str(path))
+        found[bandwidth] = read(path)
     return found
 
 
@@ -195,9 +198,7 @@ def _profile(name: str, worlds: list[World]) -> ModelProfile:
         callbacks=[],
         device=torch.device("cpu"),
     )
-    emulated = Machine(name="hosts that share cores", device_type="cpu", shares_cores=True, devices=usable_cores())
-    names = [strategy_of(text.partition(" ")[0])[0] for text in _OF_MODEL if text != "one_device"]
-    return measured_model(subject, emulated, worlds, names, num_micro_batches=[4])
+    return measured_model(subject, sorted({world.size for world in worlds}))
 
 
 def _predicted(profile: ModelProfile, machine: Machine, bandwidth: str, world: World) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ def _profile(parameters: float, bytes_: Sequence[int], samples: int, flops: floa
     held = HeldBytes(*(round(parameters) * each for each in bytes_))
     return ModelProfile(
         name="", samples=samples, parameters=round(parameters), held=held, activations_bytes=0, flops=flops,
-        gradients=even_gradients(held.gradients_bytes), phases={1: Phases(forward_s=1 / 3, backward_s=2 / 3)},
+        gradients=even_gradients(held.gradients_bytes), phases=Phases(forward_s=1 / 3, backward_s=2 / 3),
     )  # fmt: skip
 
 

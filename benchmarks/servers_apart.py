@@ -45,7 +45,7 @@ def main() -> None:
     program = [sys.executable, "-m", "lightning_multigpu"]
     workers, servers = arguments.workers, arguments.servers
     if int(os.environ["NODE_RANK"]) >= workers:
-        os.execv(sys.executable, [*program, "serve", "--master-port", _PORT])
+        os.execve(sys.executable, [*program, "serve"], {**os.environ, "MASTER_PORT": _PORT})
     options = f"num_servers={servers},bucket_cap_mb={arguments.bucket_cap_mb}"
     named = f"{__spec__.name if __spec__ else __name__}.Apart:{options}"
     command = [*program, "bench", "strategies", "--num-nodes", str(workers)]

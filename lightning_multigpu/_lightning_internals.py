@@ -72,7 +72,6 @@ from lightning.pytorch.utilities.exceptions import (
 )
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
@@ -100,18 +99,17 @@ __all__ = [
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
     "attributes_of_lightning",
-    "averaged_copy",
     "check_cuda_fork",
     "check_main_guard",
     "disable_module_memory_sharing",
     "draws_graph",
     "further_ddp_options",
+    "given_checkpoint",
     "given_loaders",
     "has_set_signal_handlers",
     "interrupt",
     "is_compiled",
     "logging_as",
-    "place_of_checkpoint",
     "places_sampler",
     "plain_optimizer",
     "restore_handler_at_teardown",
@@ -161,13 +159,12 @@ def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
     ]
 
 
-def place_of_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> int | None:
-    """Where ``ckpt_path`` is among the arguments of the Trainer's method that a launcher is to run; None if not there.
+def given_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """``ckpt_path`` among the arguments of the Trainer's method that a launcher is to run; None if not there.
 
     No hook before the launch is told what the user has passed to ``fit(ckpt_path=...)``.
     """
-    names = list(inspect.signature(function).parameters)[: len(args)]
-    return names.index("ckpt_path") if "ckpt_path" in names else None
+    return dict(zip(inspect.signature(function).parameters, args, strict=False)).get("ckpt_path")
 
 
 def is_compiled(module: LightningModule) -> bool:
@@ -210,17 +207,6 @@ def draws_graph(logger: Any) -> bool:
 def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
     """The arguments of Lightning's ``DDPStrategy`` that it passes on to torch's ``DistributedDataParallel``."""
     return dict(getattr(strategy, "_ddp_kwargs", {}))
-
-
-def averaged_copy(callback: Callback) -> Module | None:
-    """The copy of the module in which a callback of Lightning averages weights; None where it has none.
-
-    Both callbacks that do so keep it under a private name.
-    """
-    if not isinstance(callback, WEIGHT_AVERAGES):
-        return None
-    average: Module | None = callback._average_model  # type: ignore[attr-defined]
-    return average.module if isinstance(average, AveragedModel) else average
 
 
 @contextmanager

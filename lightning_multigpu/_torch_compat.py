@@ -124,7 +124,9 @@ def is_transformed(values: Iterable[Any] = ()) -> bool:
     """Whether a transform of torch.func (vmap, grad, ...) runs, or one of the tensors has a forward-mode derivative."""
     if torch._C._are_functorch_transforms_active():
         return True
-    tensors = (value for value in values if isinstance(value, Tensor)) if forward_ad._current_level >= 0 else ()
+    if forward_ad._current_level < 0:
+        return False
+    tensors = (value for value in values if isinstance(value, Tensor))
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)  # type: ignore[no-untyped-call]
 
 

@@ -107,9 +107,6 @@ def leaks_since(
 ) -> list[str]:
     """What came since ``before`` and is still there; threads, children and sockets get ``patience_s`` to end."""
     deadline = time.monotonic() + patience_s
-    if (groups := sys.modules.get("lightning_multigpu.job.process_groups")) is not None and groups.KEPT:
-        with_files = False  # a group in which Gloo has lost a transfer keeps its sockets, since it cannot be destroyed
-        groups.KEPT.clear()
     while True:
         found = before.differences(ProcessState.take(ignored_children=ignored_children, with_files=with_files))
         if not found or time.monotonic() > deadline:

@@ -10,13 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightning_multigpu.job.shared_gpus import (
-    ask_nccl_to_share,
-    nccl_version,
-    place,
-    rank_devices,
-    sharing_backend,
-)
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, place, rank_devices, sharing_backend
 
 _VARIABLES = {"kind": "TESTS_DEVICE_KIND", "count": "TESTS_DEVICE_COUNT", "backend": "TESTS_DEVICE_BACKEND"}
 
@@ -47,7 +41,7 @@ class Card:
             raise ValueError("--device=cuda: torch finds no GPU on this machine; pass --device=cpu")
         if kind == "cpu" or not count:
             return cls("cpu", 1, "gloo")
-        ask_nccl_to_share()
+        os.environ.setdefault(SHARING_VARIABLE, "1")
         return cls("cuda", count, sharing_backend())
 
     @classmethod
@@ -103,6 +97,6 @@ class Card:
         if not self.is_gpu:
             return "CPUs, ranks over gloo"
         names = {torch.cuda.get_device_name(index) for index in range(self.count)}
-        nccl = ".".join(map(str, nccl_version()))
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
         sharing = f"ranks that share a GPU over {self.backend}"
-        return f"{self.count} x {' and '.join(sorted(names))}, NCCL {nccl}, {sharing}"
+        return f"{self.count} x {' and '.join(sorted(names))}, torch built with NCCL {nccl}, {sharing}"

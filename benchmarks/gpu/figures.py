@@ -7,6 +7,7 @@ well says what this pack costs; a time says nothing about ranks with a GPU each.
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import timedelta
@@ -30,7 +31,7 @@ from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
 from lightning_multigpu.bench.strategies.strategy_run import StrategyResult, StrategyRun, take_turns
 from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.metering.clocks import synchronise, timed
+from lightning_multigpu.communication.metering.clocks import synchronise
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
@@ -167,7 +168,7 @@ def coding_seconds(card: Card, rounds: int) -> dict[str, list[list[float]]]:
         coders = [compression.coders(compressor, _CODED_ELEMENTS, device) for device in devices]
         turns = [
             [
-                timed(lambda coder=coder: [run() for run in coder], device)
+                _timed(lambda coder=coder: [run() for run in coder], device)
                 for coder, device in zip(coders, devices, strict=True)
             ]
             for _ in range(rounds + 1)
@@ -252,3 +253,12 @@ def figures(card: Card) -> list[Check]:
         Check(row=ROW, column=column, function=function, ranks=ranks, deadline_s=deadline_s)
         for column, (function, ranks) in functions.items()
     ]
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds that ``work`` takes until its results are in the device's memory."""
+    synchronise(device)
+    start_s = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start_s

@@ -22,7 +22,6 @@ from benchmarks.gpu.card import Card
 from benchmarks.gpu.table import Check, Place
 from benchmarks.gpu.training import world_of
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
-from lightning_multigpu.callbacks.throughput import Stopwatch
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations
@@ -118,15 +117,14 @@ def _lap_of_a_kernel(card: Card) -> tuple[bool, float, float]:
     if card.is_gpu:  # the first launch of a kernel loads it, and the first event is made
         torch.cuda._sleep(1)
         clock.wait(clock.mark())
-    stopwatch = Stopwatch(clock)
-    stopwatch.start()
+    start = clock.mark()
     start_s = time.perf_counter()
     if card.is_gpu:
         torch.cuda._sleep(100_000_000)
-    lap = stopwatch.lap()
-    launched_s, at_once = time.perf_counter() - start_s, lap.ready()
-    lap.wait()
-    return at_once, launched_s, lap.seconds
+    end = clock.mark()
+    launched_s, at_once = time.perf_counter() - start_s, clock.passed(end)
+    clock.wait(end)
+    return at_once, launched_s, clock.seconds(start, end)
 
 
 def stopwatch_of_the_device(place: Place) -> str:

@@ -154,8 +154,7 @@ def _refused(word: str, place: Place, name: str, case: Case, **options: Any) -> 
 
 def recomputed(place: Place, *, name: str) -> str:
     """Layers that backward computes again."""
-    option: dict[str, Any] = {"activation_checkpointing": True}
-    case = replace(PLAIN, strategy={"pipeline": option} if name == "hybrid" else option)
+    case = replace(PLAIN, strategy={"activation_checkpointing": True})
     if name == "pipeline_zero_bubble":
         return _refused("activation_checkpointing", place, name, case)
     return equal(place, name=name, case=case)
@@ -421,16 +420,6 @@ def checks() -> list[Check]:
         for column, chosen in options.items():
             function = partial(options_of, name=name, options=chosen, exact=column not in _INEXACT)
             found.append(Check(row=name, column=column, function=function, ranks=2))
-    offloaded = replace(_FIFTY_STEPS, strategy={"offload_optimizer": True})
-    found.append(
-        Check(
-            row="ddp_sharded",
-            column="busy streams, offloaded optimizer",
-            function=partial(busy_streams, name="ddp_sharded", case=offloaded),
-            ranks=2,
-            needs="on CPUs the states are in the host's memory anyway",
-        )
-    )
     found.append(Check(row="ring_ddp", column="local steps as on CPUs", function=local_steps, ranks=2))
     return found
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 from lightning_multigpu.callbacks.monitor import Group, Monitor
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
-from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
+from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from lightning_multigpu.report.sections import SPLIT_LAYERS
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
@@ -100,9 +100,6 @@ class CommunicationMonitor(Monitor):
     - `parameter_server/push_ms` (ms): time in which gradients were on their way to the host or to servers; over the
       steps that had such a push.
     - `parameter_server/pull_ms` (ms): time from the request of a step to the arrival of all new weights.
-    - `parameter_server/bytes_in/0` and `parameter_server/bytes_out/0` (bytes): received and sent by server 0 since the
-      last log, from and to all ranks, through memory or a network; `/1` for server 1, and so on. Only rank 0 has them,
-      because it asks the servers.
     - `parameter_server/staleness_median`, `parameter_server/staleness_p95` and `parameter_server/staleness_max`
       (updates), under `async_ps`: staleness of the updates of all ranks since the last log. Staleness is the number of
       updates that other ranks made between a rank's pull of the weights and its update.
@@ -127,7 +124,7 @@ class CommunicationMonitor(Monitor):
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._meter = _meter_of(trainer)
         self._strategy = trainer.strategy
-        self._counted = self._server_statistics()
+        self._counted = self._staleness()
         self._next_step = 0 if self._meter is None else self._meter.steps_ended
         self._steps_read = 0
         self._seconds = {}
@@ -160,21 +157,18 @@ class CommunicationMonitor(Monitor):
             self._meter.flush()
             self._read(self._meter)
 
-    def _server_statistics(self) -> ServerStatistics | None:
+    def _staleness(self) -> Counter[int]:
+        """How often updates of any rank have had which staleness so far."""
         strategy = self._strategy
-        return strategy.server_statistics() if self._log and isinstance(strategy, MultiGPUStrategy) else None
+        told = strategy.server_statistics() if self._log and isinstance(strategy, MultiGPUStrategy) else None
+        return sum(told.staleness.values(), Counter()) if told else Counter()
 
     def _observe_servers(self) -> None:
         """Takes over what the servers have counted since the last time."""
-        counted = self._server_statistics()
-        if counted is None or self._counted is None:
-            return
-        fresh, self._counted = counted.since(self._counted), counted
-        if updates := sum(fresh.staleness.values(), Counter()):
-            for name, value in summary(updates).items():
-                self.observe(f"parameter_server/staleness_{name}", value)
-        for name, of_servers in (("bytes_in", fresh.bytes_in), ("bytes_out", fresh.bytes_out)):
-            self._of_rank_0.update({f"parameter_server/{name}/{k}": value for k, value in enumerate(of_servers)})
+        counted = self._staleness()
+        fresh, self._counted = counted - self._counted, counted
+        for name, value in summary(fresh).items() if fresh else ():
+            self.observe(f"parameter_server/staleness_{name}", value)
 
     def _read(self, meter: Meter) -> None:
         """Takes over the steps that the meter has finished since the last time."""

@@ -19,61 +19,41 @@ Sample = dict[str, float]
 _STOP_TIMEOUT_S = 5.0
 
 
-class BackgroundSampler:
-    """Calls a function every ``interval_s`` seconds in a thread and keeps the results.
+class Sampler(threading.Thread):
+    """Calls a function every ``interval_s`` seconds and keeps the results; an exception ends it.
 
-    The thread is a daemon, so that it never keeps a process alive; :meth:`stop` ends and joins it. An exception ends
-    sampling and reaches the caller from the next :meth:`take`. ``sample`` is never called by two threads at once.
+    Attributes:
+        samples: oldest first; the caller takes them away.
+        error: that has ended it.
     """
 
-    def __init__(self, sample: Callable[[], Sample], *, interval_s: float) -> None:
-        self._sample = sample
-        self._interval_s = interval_s
-        self._stopping = threading.Event()
-        self._sampling = threading.Lock()
-        self._samples: deque[Sample] = deque()
-        self._any_taken = False
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name="device-sampler", daemon=True)
+    def __init__(self, read: Callable[[], Sample], *, interval_s: float) -> None:
+        super().__init__(name="device-sampler", daemon=True)
+        self.samples: deque[Sample] = deque()
+        self.any_taken = False
+        self.error: Exception | None = None
+        self._read, self._interval_s = read, interval_s
+        self._stopping, self._reading = threading.Event(), threading.Lock()
 
-    def start(self) -> None:
-        self._thread.start()
+    def run(self) -> None:
+        while not self._stopping.wait(self._interval_s):
+            self.sample()
 
-    def take(self, *, first_now: bool = False) -> list[Sample]:
-        """The samples since the last call, oldest first.
-
-        Does not wait for the thread, except with ``first_now``, which takes a sample at once if there was none ever.
-        """
-        if first_now and not self._any_taken:
-            self._take_one()
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        # The other thread only appends, so what is there now can be taken without a lock.
-        return [self._samples.popleft() for _ in range(len(self._samples))]
+    def sample(self) -> None:
+        """Takes a sample now, in any thread."""
+        with self._reading:
+            try:
+                self.samples.append(self._read())
+                self.any_taken = True
+            except Exception as error:
+                self.error = error
+                self._stopping.set()
 
     def stop(self) -> None:
-        """Ends the thread; may be called more than once.
-
-        A thread that a driver does not give back within 5 s is left to end with the process: a sensor that hangs must
-        not hang the training.
-        """
+        """Ends the thread; one that a driver does not give back within 5 s is left to end with the process."""
         self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=_STOP_TIMEOUT_S)
-
-    def _run(self) -> None:
-        while not self._stopping.wait(self._interval_s):
-            self._take_one()
-
-    def _take_one(self) -> None:
-        with self._sampling:
-            try:
-                self._samples.append(self._sample())
-                self._any_taken = True
-            except Exception as error:
-                self._error = error
-                self._stopping.set()
+        if self.is_alive():
+            self.join(timeout=_STOP_TIMEOUT_S)
 
 
 class DeviceUtilizationMonitor(Monitor):
@@ -110,13 +90,13 @@ class DeviceUtilizationMonitor(Monitor):
         if not interval_s > 0:
             raise ValueError(f"interval_s={interval_s}: the time between two samples must be above 0 seconds")
         self._interval_s = interval_s
-        self._sampler: BackgroundSampler | None = None
+        self._sampler: Sampler | None = None
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.end()
         probes = probes_of(trainer.strategy.root_device)
-        self._sampler = BackgroundSampler(
+        self._sampler = Sampler(
             lambda: {key: value for probe in probes for key, value in probe.read().items()}, interval_s=self._interval_s
         )
         self._sampler.start()
@@ -136,15 +116,14 @@ class DeviceUtilizationMonitor(Monitor):
             sampler.stop()
 
     def _record(self, *, first_now: bool) -> None:
-        if self._sampler is None:
+        sampler = self._sampler
+        if sampler is None:
             return
-        try:
-            samples = self._sampler.take(first_now=first_now)
-        except Exception as error:
-            # Figures about the device are not worth a training run.
+        if first_now and not sampler.any_taken:
+            sampler.sample()
+        while sampler.samples:
+            for key, value in sampler.samples.popleft().items():
+                self.observe(key, value)
+        if (error := sampler.error) is not None:  # figures about the device are not worth a training run
             rank_zero_warn(f"devices are not measured any longer: {type(error).__name__}: {error}")
             self.end()
-            return
-        for sample in samples:
-            for key, value in sample.items():
-                self.observe(key, value)

@@ -50,37 +50,25 @@ class GlobalBatchSize(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage != "fit":
             return
-        share = self._share(trainer)
+        self._is_checked, share = False, self._share(trainer)
         if lightning_hasattr(pl_module, "batch_size"):
             lightning_setattr(pl_module, "batch_size", share)
-
-    @override
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        given = full_batch_size(trainer.train_dataloader)
-        self._is_checked = given is not None
-        if given is not None:
-            self._check(trainer, given)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if self._is_checked:
             return
-        self._is_checked = True
-        first = next(tensors_in(batch), None)
-        if first is None or not first.ndim:
-            rank_zero_warn(f"{self._name} cannot be checked: no tensor of the first batch counts its samples")
-            return
-        dim = getattr(trainer.strategy, "options", {}).get("batch_dim", 0)
-        given = first.shape[dim if dim < first.ndim else 0]
-        if given > self._share(trainer) or not trainer.is_last_batch:  # the last batch may have fewer
-            self._check(trainer, given)
-
-    @property
-    def _name(self) -> str:
-        return f"{type(self).__name__}({self.global_batch_size})"
-
-    def _check(self, trainer: Trainer, given: int) -> None:
-        share = self._share(trainer)
+        self._is_checked, share = True, self._share(trainer)
+        given = full_batch_size(trainer.train_dataloader)
+        if given is None:
+            first = next(tensors_in(batch), None)
+            if first is None or not first.ndim:
+                rank_zero_warn(f"{self._name} cannot be checked: no tensor of the first batch counts its samples")
+                return
+            dim = getattr(trainer.strategy, "options", {}).get("batch_dim", 0)
+            given = first.shape[dim if dim < first.ndim else 0]
+            if given < share and trainer.is_last_batch:  # which may have fewer
+                return
         if given != share:
             raise ValueError(
                 f"{self._name}: the training loader has {given} samples a batch, and {share} are due, for "
@@ -88,6 +76,10 @@ class GlobalBatchSize(Callback):
                 "LightningDataModule or LightningModule that has this attribute, which is then set; or with "
                 f"batch_size={share}"
             )
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self).__name__}({self.global_batch_size})"
 
     def _share(self, trainer: Trainer) -> int:
         """Samples of a rank's batch.

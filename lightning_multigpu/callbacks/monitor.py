@@ -77,7 +77,6 @@ class Monitor(Callback):
         self.series: dict[str, Series] = {}
         self._log = log
         self._interval: dict[str, tuple[float, float]] = {}
-        self._of_rank_0: dict[str, float] = {}
         self._interval_start_step = 0
 
     def statistics(self) -> dict[str, Statistics]:
@@ -92,7 +91,7 @@ class Monitor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._interval, self._of_rank_0 = {}, {}
+        self._interval = {}
         self._interval_start_step = trainer.global_step
         self.begin(trainer, pl_module)
 
@@ -169,7 +168,7 @@ class Monitor(Callback):
         self.settle()
         local = {key: total / weight for key, (total, weight) in self._interval.items()}
         self._interval = {}
-        for key, figure in {**self._over_ranks(trainer, local), **self._of_rank_0}.items():
+        for key, figure in self._over_ranks(trainer, local).items():
             # In float64, as bytes do not fit float32. An epoch's tensors would bring advice to reduce them over the
             # ranks, which has been done; an epoch's metrics do not.
             logged: torch.Tensor | Metric = torch.tensor(figure, dtype=torch.float64)

@@ -62,15 +62,12 @@ def _chosen(strategy: Strategy) -> dict[str, Any]:
 def _defaults(cls: type) -> dict[str, Any]:
     """The defaults of all options of a class, those included that it hands on to its base as ``**options``."""
     defaults: dict[str, Any] = {}
-    named = cls.option_names() if hasattr(cls, "option_names") else None  # hybrid hands on no options of the pipeline
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         for parameter in parameters:
-            if parameter.default is parameter.empty or parameter.name in _NOT_CHOSEN:
-                continue
-            if named is None or parameter.name in named:
+            if parameter.default is not parameter.empty and parameter.name not in _NOT_CHOSEN:
                 defaults.setdefault(parameter.name, parameter.default)
         if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             break

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from lightning.fabric.utilities.throughput import get_available_flops
@@ -14,65 +14,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
 from lightning_multigpu.callbacks.monitor import Group, Monitor
-from lightning_multigpu.communication.metering.clocks import Clock, clock_of
+from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.batch_size import leading_size
 
 _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Lap:
-    """The time between two optimizer steps without the pauses; on a GPU its length may be known only later."""
-
-    clock: Clock
-    spans: tuple[tuple[Any, Any], ...]
-
-    def ready(self) -> bool:
-        return all(self.clock.passed(end) for _, end in self.spans)
-
-    def wait(self) -> None:
-        for _, end in self.spans:
-            self.clock.wait(end)
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.clock.seconds(start, end) for start, end in self.spans)
-
-
-class Stopwatch:
-    """Cuts running time into laps::
-
-    start          lap           pause     start        lap
-      |------------->|-------------|.........|------------>|
-      <---- lap 1 --->              (not timed)
-                      <--- lap 2, first part> <-- second -->
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._started: Any | None = None
-        self._spans: list[tuple[Any, Any]] = []
-
-    def start(self) -> None:
-        """Goes on after a pause; does nothing while the stopwatch runs."""
-        if self._started is None:
-            self._started = self._clock.mark()
-
-    def pause(self) -> None:
-        """Stops until :meth:`start`; does nothing while the stopwatch stands."""
-        if self._started is not None:
-            self._spans.append((self._started, self._clock.mark()))
-            self._started = None
-
-    def lap(self) -> Lap:
-        """Ends the present lap and, if the stopwatch runs, begins the next one."""
-        if self._started is not None:
-            now = self._clock.mark()
-            self._spans.append((self._started, now))
-            self._started = now
-        lap = Lap(self._clock, tuple(self._spans))
-        self._spans = []
-        return lap
 
 
 @dataclass
@@ -86,9 +31,17 @@ class _Work:
 
     def add(self, samples: int | None, tokens: int | None, flops: float | None) -> None:
         self.batches += 1
-        self.samples = None if samples is None or self.samples is None else self.samples + samples
-        self.tokens = None if tokens is None or self.tokens is None else self.tokens + tokens
-        self.flops = None if flops is None or self.flops is None else self.flops + flops
+        for name, amount in (("samples", samples), ("tokens", tokens), ("flops", flops)):
+            before = getattr(self, name)
+            setattr(self, name, None if amount is None or before is None else before + amount)
+
+
+class _Lap(NamedTuple):
+    """Begin and end of the times between some optimizer steps in which training ran; on a GPU they may come later."""
+
+    spans: list[tuple[Any, Any]]
+    steps: int
+    work: _Work
 
 
 class ThroughputMonitor(Monitor):
@@ -158,8 +111,10 @@ class ThroughputMonitor(Monitor):
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stopwatch = Stopwatch(clock_of(trainer.strategy.root_device))
-        self._pending: deque[tuple[Lap, int, _Work]] = deque()
+        self._clock = clock_of(trainer.strategy.root_device)
+        self._started: Any | None = None
+        self._spans: list[tuple[Any, Any]] = []
+        self._pending: deque[_Lap] = deque()
         self._work = _Work()
         self._last_global_step = trainer.global_step
         self._warned = False
@@ -167,7 +122,8 @@ class ThroughputMonitor(Monitor):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        self._stopwatch.start()
+        if self._started is None:
+            self._started = self._clock.mark()
 
     @override
     def collect(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
@@ -177,34 +133,36 @@ class ThroughputMonitor(Monitor):
         if new_steps > 0:
             self._last_global_step = trainer.global_step
             self.steps += new_steps
-            self._pending.append((self._stopwatch.lap(), new_steps, self._work))
+            runs = self._started is not None
+            self.pause()
+            if runs:
+                self._started = self._spans[-1][1]
+            self._pending.append(_Lap(self._spans, new_steps, self._work))
+            self._spans = []
             known = self.step_samples is not None and self._work.samples is not None
             self.step_samples = max(self.step_samples or 0, self._work.samples or 0) if known else None
             self._work = _Work()
-        while self._pending and self._pending[0][0].ready():
+        while self._pending and all(self._clock.passed(end) for _, end in self._pending[0].spans):
             self._resolve(*self._pending.popleft())
 
     @override
     def pause(self) -> None:
-        self._stopwatch.pause()
+        if self._started is not None:
+            self._spans.append((self._started, self._clock.mark()))
+            self._started = None
 
     @override
     def settle(self) -> None:
         while self._pending:
-            self._pending[0][0].wait()
+            for _, end in self._pending[0].spans:
+                self._clock.wait(end)
             self._resolve(*self._pending.popleft())
 
     def _count(self, pl_module: LightningModule, batch: Any) -> None:
         samples = self._samples(batch)
         if samples == 0:
             return
-        tokens = self._tokens(batch)
-        if tokens is not None and tokens < (samples or 1):
-            raise ValueError(
-                f"tokens_fn={self._tokens_fn!r} returned {tokens} tokens for a batch of {samples} samples: a sample "
-                "has at least 1 token; count all tokens of the batch"
-            )
-        self._work.add(samples, tokens, self._flops(pl_module, batch, samples))
+        self._work.add(samples, self._tokens(batch), self._flops(pl_module, batch, samples))
 
     def _samples(self, batch: Any) -> int | None:
         if self._batch_size_fn is not None:
@@ -253,8 +211,8 @@ class ThroughputMonitor(Monitor):
         devices = trainer.world_size * getattr(trainer.strategy, "devices_per_rank", 1)
         return peak * devices / getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
 
-    def _resolve(self, lap: Lap, steps: int, work: _Work) -> None:
-        seconds = lap.seconds
+    def _resolve(self, spans: list[tuple[Any, Any]], steps: int, work: _Work) -> None:
+        seconds = sum(self._clock.seconds(start, end) for start, end in spans)
         if seconds <= 0:
             return
         self.observe("throughput/step_ms", seconds / steps * 1e3, weight=steps)

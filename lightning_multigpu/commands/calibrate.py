@@ -7,6 +7,7 @@ It writes ``machine.json``: the fields of :class:`~lightning_multigpu.planning.s
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,14 @@ from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.benches.bench_options import check_device
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.machine_model import (
+    QUIET,
+    SCHEMA_VERSION,
+    Machine,
+    World,
+    differences,
+)
+from lightning_multigpu.report.schema import from_json
 from lightning_multigpu.report.terminal import columns
 
 FILE_NAME = "machine.json"
@@ -36,6 +44,22 @@ def cached_path() -> Path:
     """Where a plan looks for the machine of this user."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "lightning_multigpu" / FILE_NAME
+
+
+def read(path: Path) -> Machine:
+    """The machine of a ``machine.json``.
+
+    Raises:
+        ValueError: it is none, or of another version; the message names the file and the field.
+    """
+    try:
+        document = json.loads(path.read_text())
+        if document.pop("schema_version") != SCHEMA_VERSION:
+            raise ValueError("it is of another version")
+        return from_json(Machine, document)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        message = f"{path} is no machine.json ({error}); write one with '{PROGRAM} calibrate'"
+        raise ValueError(message) from error
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -79,7 +103,7 @@ def _known(path: Path, device_type: str) -> Machine:
     now = this_machine(device_type)
     if path.is_file():
         try:
-            before = from_json(path.read_text(), str(path))
+            before = read(path)
         except ValueError as error:
             print(f"{error}; it is replaced", file=sys.stderr)
             return now
@@ -130,28 +154,30 @@ def _measured(machine: Machine, devices: int | None, options: argparse.Namespace
 
 
 def lines(machine: Machine) -> Iterator[str]:
-    """The figures that plans use."""
+    """How disturbed the calibration was, and the figures that plans use."""
+    for world, share in machine.disturbed.items():
+        busy = "warning: these times may be wrong, calibrate again on a quiet machine: " if share > QUIET else ""
+        yield f"{busy}other processes took {100 * share:.0f} % of the processors while {world} was measured"
     rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
     memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
     yield f"{machine.processor}, {machine.devices} devices: {rates}; {memory}"
+    for world in machine.disturbed:
+        nodes, devices = map(int, world.split(" x "))
+        if nodes * devices > machine.cores(World(nodes, devices)):
+            yield f"{world}: ranks share cores, and plans do not predict that"
     if machine.slowdown:
         slower = ", ".join(f"{factor:.2f} with {crowd}" for crowd, factor in sorted(machine.slowdown.items()))
         yield f"time of a computation with several ranks at once: {slower}"
-    rows = [["operation", "hosts x devices", "latency us", "GB/s", "bend MB", "GB/s beyond", "residual"]]
+    rows = [["operation", "hosts x devices", "latency us", "GB/s", "residual"]]
     for each in sorted(machine.collectives, key=lambda row: (row.world, row.operation)):
         link = each.link
-        near = f"{1e-9 / link.s_per_byte:.2f}" if link.s_per_byte else "-"
-        bend = (f"{link.bend_bytes / 2**20:.1f}", f"{link.bytes_per_s / 1e9:.2f}") if link.bend_bytes else ("-", "-")
-        shown = (f"{1e6 * link.latency_s:.0f}", near, *bend, f"{100 * link.residual:.1f} %")
-        rows.append([each.operation, str(World(*each.world)), *shown])
-    yield from ("", *columns(rows, "left", "right"))
-    names = ["fixed ms", "tensor us", "bucket us", "transfers x", "busy", "slowing", "pass us"]
-    rows = [["strategy", "hosts x devices", *names]]
-    for cost in sorted(machine.references, key=lambda row: (row.world, row.strategy)):
-        times = (f"{1e3 * cost.fixed_s:.2f}", f"{1e6 * cost.tensor_s:.0f}", f"{1e6 * cost.bucket_s:.0f}")
-        figures = (*times, f"{cost.scale:.2f}", f"{cost.busy:.2f}", f"{cost.slowing:.2f}", f"{1e6 * cost.pass_s:.0f}")
-        rows.append([cost.strategy, str(World(*cost.world)), *figures])
+        shown = (f"{1e6 * link.latency_s:.0f}", f"{link.bytes_per_s / 1e9:.2f}", f"{100 * link.residual:.1f} %")
+        rows.append([each.operation, str(each.world), *shown])
     yield from ("", *columns(rows, "left", "right"), "")
+    costs = sorted(machine.references, key=lambda row: (row.world, row.strategy))
+    rows = [["strategy", "hosts x devices", "fixed ms"]]
+    rows += [[cost.strategy, str(cost.world), f"{1e3 * cost.fixed_s:.2f}"] for cost in costs]
+    yield from (*columns(rows, "left", "right"), "")
     for coding in machine.codings:
         ns = 1e9 * coding.s_per_byte
         yield f"compression={coding.name}: {coding.ratio:.2f} times fewer bytes, {ns:.2f} ns a byte"

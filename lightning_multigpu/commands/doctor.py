@@ -21,7 +21,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import distributions, requires
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
@@ -29,14 +28,7 @@ from packaging.requirements import Requirement
 
 from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.commands.option_parser import OptionParser, number
-from lightning_multigpu.commands.topology import (
-    gpudirect_rdma,
-    links_in,
-    nvidia_smi,
-    path_inside,
-    rdma_devices,
-    text_of,
-)
+from lightning_multigpu.commands.topology import nvidia_smi
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.numbers import size
 
@@ -64,7 +56,6 @@ _LEAST = 1024
 _LIMITS = (
     ("open_files", "open files and connections", "raise the limit: ulimit -n 4096"),
     ("processes", "processes and threads of this user", "raise the limit: ulimit -u 4096"),
-    ("pids_max", "processes and threads of this container", "raise pids.max: docker run --pids-limit=-1"),
 )
 Problem = tuple[str, str]
 """What is broken, and what to do."""
@@ -133,31 +124,24 @@ def meet(place: Placement, own: Facts, timeout_s: float) -> tuple[Store, list[Fa
     """
     from lightning_multigpu.communication.connections import Connections
     from lightning_multigpu.communication.main_store import MainStore
-    from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous
+    from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous
 
-    limits: dict[str, Any] = {"timeout_s": timeout_s, "deadline_s": time.monotonic() + timeout_s, "check": lambda: None}
+    limit = Limit(time.monotonic() + timeout_s, timeout_s, lambda: None)
     store = MainStore(
         place.main_address,
         place.main_port,
+        limit,
         rank=place.agent,
         is_one_host=False,
         is_kept=place.has_store,
         connections=Connections(),
-        **limits,
     ).open()
-    arrival = Arrival(place.agent, own["host"], place.node_rank, os.getpid(), place.num_agents)
-    rendezvous = Rendezvous(
-        store, arrival, attempt=f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", **limits
-    )
-    if place.local_ranks[0] == 0:
-        rendezvous.offer(f"facts of node {place.node_rank}", own)
+    arrival = Arrival(place.agent, own["host"], place.node_rank, os.getpid(), place.num_agents, offer=own)
+    attempt = f"doctor-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
+    rendezvous = Rendezvous(store, arrival, limit, attempt=attempt)
     rendezvous.check_in()
-    rendezvous.wait_for_all()
-    hosts = [rendezvous.wait_for(f"facts of node {node}") for node in range(place.num_nodes)]
-    rendezvous.offer(f"end of rank {place.agent}", True)
-    for agent in range(place.num_agents) if place.agent == 0 else ():  # the store may be in this process
-        rendezvous.wait_for(f"end of rank {agent}")
-    return store, hosts
+    facts = {each.node_rank: each.offer for each in rendezvous.wait_for()}
+    return store, [facts[node] for node in range(place.num_nodes)]
 
 
 def _try_back_ends(place: Placement, hosts: Sequence[Facts], timeout_s: float) -> dict[str, str]:
@@ -260,7 +244,6 @@ def facts_of_host(main_address: str, num_ranks: int) -> Facts:
         "open_files": _limit(resource.RLIMIT_NOFILE),
         "locked_memory_bytes": _limit(resource.RLIMIT_MEMLOCK),
         "processes": _limit(resource.RLIMIT_NPROC),
-        "pids_max": pids_max(),
         "interfaces": {name: addresses[0].address for name, addresses in psutil.net_if_addrs().items()},
         "main_address": main_address,
         "process_groups_through": os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(main_address),
@@ -303,47 +286,32 @@ def shown_variables(environment: Mapping[str, str], names: re.Pattern[str] = _LA
     return {name: "set" if _SECRET.search(name) else value for name, value in found.items()}
 
 
-def pids_max(proc: Path = Path("/proc/self/cgroup"), groups: Path = Path("/sys/fs/cgroup")) -> int | str:
-    """The lowest limit of processes in the control groups of this process, or "unlimited"."""
-    own = groups / text_of(proc).rpartition("::/")[2]
-    limits = [text_of(folder / "pids.max") for folder in (own, *own.parents)]
-    return min((int(limit) for limit in limits if limit.isdigit()), default="unlimited")
-
-
 def _limit(kind: int) -> int | str:
     limit = resource.getrlimit(kind)[0]
     return "unlimited" if limit == resource.RLIM_INFINITY else limit
 
 
 def _nccl(num_ranks: int) -> Facts:
-    """NCCL's version, as loaded, and the reason why ranks of this host cannot meet over it, if any."""
+    """NCCL's version, and the reason why ranks of this host cannot meet over it, if any."""
     import torch
 
-    from lightning_multigpu.job.shared_gpus import SHARING_NCCL, nccl_version
+    from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, sharing_backend
 
     if not torch.cuda.device_count():
         return {"nccl": None, "no_nccl_because": "torch sees no GPU"}
     if not torch.distributed.is_nccl_available():
         return {"nccl": None, "no_nccl_because": "torch is built without it"}
-    found = nccl_version()
-    must_share = num_ranks > torch.cuda.device_count() and found < SHARING_NCCL
-    reason = "there are fewer GPUs than ranks, which can share one from NCCL 2.31 on" if must_share else None
-    return {"nccl": ".".join(map(str, found)), "no_nccl_because": reason}
+    must_share = num_ranks > torch.cuda.device_count() and sharing_backend() != "nccl"
+    reason = f"fewer GPUs than ranks; NCCL shares them from 2.31 on, with {SHARING_VARIABLE}=1" if must_share else None
+    version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+    return {"nccl": ".".join(map(str, version)), "no_nccl_because": reason}
 
 
 def _gpus() -> Facts:
-    """GPUs, driver and the paths between GPUs, by nvidia-smi."""
+    """GPUs and driver, by nvidia-smi."""
     table, reason = nvidia_smi("--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
     gpus = [line.rpartition(", ") for line in table.splitlines()]
-    if gpus:
-        links = links_in(nvidia_smi("topo", "-m")[0])
-        return {
-            "gpus": [name for name, _, _ in gpus],
-            "driver": gpus[0][2],
-            "gpus_joined_by": path_inside(links),
-            "gpudirect_rdma": gpudirect_rdma(links, [*rdma_devices()]),
-        }
-    return {"gpus": [], "driver": f"unknown: {reason}", "gpus_joined_by": None, "gpudirect_rdma": None}
+    return {"gpus": [name for name, _, _ in gpus], "driver": gpus[0][2] if gpus else f"unknown: {reason}"}
 
 
 def _text(name: str, value: Any) -> str:

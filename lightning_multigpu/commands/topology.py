@@ -19,12 +19,10 @@ from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.terminal import columns
 
 Links = dict[str, dict[str, str]]
-"""GPU -> GPU or network card -> what joins them, in the words of ``nvidia-smi``, such as "NV4" or "PXB"."""
+"""GPU -> GPU -> what joins them, in the words of ``nvidia-smi``, such as "NV4" or "PXB"."""
 SYS = Path("/sys")
-_DRIVER = Path("/proc/driver/nvidia/version")
-NETWORKS = ("GPUDirect RDMA", "RDMA through the host's memory", "TCP through the host's memory")
+NETWORKS = ("RDMA", "TCP through the host's memory")
 """Paths between GPUs of two hosts, the fastest first."""
-_LEVELS = ("PIX", "PXB", "PHB", "NODE", "SYS")  # of a PCIe path, the nearest first, in the words of nvidia-smi
 _INSIDE = {
     "messages": "TCP inside the host",
     "collectives and messages": "shared memory; between stages TCP inside the host",
@@ -35,20 +33,18 @@ _INSIDE = {
 def run(name: str, arguments: Sequence[str]) -> int:
     """Prints the topology."""
     description = (
-        'Show what joins the devices of this host ("nvidia-smi topo -m"), whether GPUDirect RDMA is possible, and the '
-        f'path that each strategy\'s bytes take. "{PROGRAM} doctor" compares the hosts of a job.'
+        'Show what joins the devices of this host ("nvidia-smi topo -m"), and the path that each strategy\'s bytes '
+        f'take. "{PROGRAM} doctor" compares the hosts of a job.'
     )
     OptionParser(f"{PROGRAM} {name}", description).parse(arguments)
     matrix, reason = nvidia_smi("topo", "-m")
-    links, rdma = links_in(matrix), rdma_devices()
-    inside, gpudirect = path_inside(links), gpudirect_rdma(links, [*rdma])
+    inside, rdma = path_inside(links_in(matrix)), rdma_devices()
     facts = [("GPUs", inside or f"none ({reason}): CPU ranks compute, on {psutil.cpu_count()} threads")]
     facts += [(device, f"RDMA, {speed}") for device, speed in rdma.items()]
     for interface, found in psutil.net_if_stats().items():
         speed = f"{found.speed / 1e3:g} Gbit/s" if found.speed else "speed unknown"
         facts.append((interface, f"interface, {'up' if found.isup else 'down'}, {speed}"))
-    facts.append((NETWORKS[0], gpudirect))
-    network = NETWORKS[0 if gpudirect == "possible" else 1 if rdma else 2]
+    network = NETWORKS[0 if rdma else 1]
     by_path: dict[tuple[str, str], list[str]] = {}
     for row in STRATEGIES:
         by_path.setdefault(paths(row.transport, inside, network), []).append(row.name)
@@ -68,10 +64,8 @@ def nvidia_smi(*arguments: str) -> tuple[str, str]:
 
 def links_in(table: str) -> Links:
     """What a table of ``nvidia-smi topo`` says."""
-    cards = dict(re.findall(r"(NIC\d+): (\S+)", table))
     header, *rows = [line.split() for line in table.splitlines() if line.split()] or [[]]
-    names = [cards.get(name, name) for name in header if re.search(r"\d", name)]
-    return {row[0]: dict(zip(names, row[1:], strict=False)) for row in rows if row[0].startswith("GPU")}
+    return {row[0]: dict(zip(header, row[1:], strict=False)) for row in rows if row[0].startswith("GPU")}
 
 
 def path_inside(links: Links) -> str | None:
@@ -90,22 +84,6 @@ def rdma_devices() -> dict[str, str]:
     """The speeds of RDMA devices with an active port, as "200 Gb/sec (4X HDR)"."""
     active = [port for port in SYS.glob("class/infiniband/*/ports/*") if "ACTIVE" in text_of(port / "state")]
     return {port.parts[-3]: text_of(port / "rate") for port in sorted(active)}
-
-
-def gpudirect_rdma(links: Links, rdma: Sequence[str]) -> str:
-    """ "possible", or what stands in its way between this host's GPUs and RDMA devices."""
-    found = [] if links else ["there is no GPU"]
-    if not rdma:
-        found.append("there is no RDMA device with an active port")
-    if links and not (SYS / "module/nvidia_peermem").exists() and "Open Kernel" not in text_of(_DRIVER):
-        found.append("modprobe nvidia_peermem is needed, or the driver's open kernel modules, which have dma-buf")
-    for gpu, joined in links.items():
-        known = [name for name in rdma if joined.get(name) in _LEVELS]
-        near = min(known, key=lambda name: _LEVELS.index(joined[name]), default="")
-        if joined.get(near) in _LEVELS[2:]:
-            allowed = f"NCCL_NET_GDR_LEVEL={'SYS' if joined[near] == 'SYS' else 'PHB'}"
-            found.append(f"{joined[near]} joins {gpu} to {near}, its nearest: NCCL takes it with {allowed} only")
-    return f"not possible: {'; '.join(found)}" if found else "possible"
 
 
 def paths(transport: str, inside: str | None, network: str) -> tuple[str, str]:

@@ -9,17 +9,14 @@ from collections.abc import Callable, Sequence
 from functools import update_wrapper
 from typing import Any
 
-import yaml
-from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
-from lightning_multigpu import callbacks
-from lightning_multigpu._suggest import did_you_mean, nearest
+from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands import resume
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.registry import STRATEGIES
@@ -27,9 +24,6 @@ from lightning_multigpu.registry import STRATEGIES
 _REFUSALS = (ValueError, TypeError, MisconfigurationException)
 # What these refuse is a setting of the user's, not a bug that needs a traceback.
 _NOT_USERS = ("lightning.", "lightning_multigpu.")
-_REFUSED_NAME = re.compile(
-    r"(?:ption '|arguments: --|'lightning_multigpu\S*' has no attribute '|import path string: )([\w.]+)"
-)
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
@@ -77,19 +71,6 @@ def _instance(cls: type, *args: Any, **kwargs: Any) -> Any:
     return cls(*args, **kwargs)
 
 
-class _SavedConfig(SaveConfigCallback):
-    """Saves the settings beside the logs, without the number of hosts that the environment has set.
-
-    A run that ``emulate`` has started can so be resumed on one host.
-    """
-
-    def __init__(self, parser: LightningArgumentParser, config: Namespace, *args: Any, **kwargs: Any) -> None:
-        if config.trainer.num_nodes == _defaults_of_environment().get("num_nodes"):
-            config = config.clone()
-            del config.trainer["num_nodes"]
-        super().__init__(parser, config, *args, **kwargs)
-
-
 class TrainingCLI(LightningCLI):
     """LightningCLI that refuses what is wrong in one message, before any process is started.
 
@@ -111,7 +92,6 @@ class TrainingCLI(LightningCLI):
             seed_everything_default=0,
             subclass_mode_model=True,
             subclass_mode_data=True,
-            save_config_callback=_SavedConfig,
             save_config_kwargs={"overwrite": True},
             trainer_defaults=_defaults_of_environment(),
             parser_kwargs={
@@ -136,8 +116,7 @@ class TrainingCLI(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         self._resumption: resume.Resumption | None = None
         if self._command == "fit":
-            run, given = resume.taken_out(args[1:])
-            self._resumption = None if run is None else resume.find(run)
+            self._resumption, given = resume.taken_out(args[1:])
             args = [args[0], *(given if self._resumption is None else self._resumption.options(given))]
         try:
             self.config = parser.parse_args(args)
@@ -148,7 +127,7 @@ class TrainingCLI(LightningCLI):
             if isinstance(strategy, str) and path:
                 self.config = parser.parse_args([*args, f"--trainer.strategy.class_path={path}"])
         except ArgumentError as error:
-            raise UsageError(f"{error.message}{self._hint(error.message)}") from error
+            raise UsageError(error.message) from error
         settings = self.config[self.config.subcommand]
         if resume.OPTION in settings:
             raise UsageError("resume is an option of the command line, and no setting of a configuration file")
@@ -158,31 +137,6 @@ class TrainingCLI(LightningCLI):
                 f"num_nodes={settings.trainer.num_nodes}, and there are {hosts} hosts (PL_TRAINER_NUM_NODES, which "
                 f"'{PROGRAM} emulate' sets); pass --trainer.num_nodes={hosts}, or leave num_nodes out"
             )
-        resume.check_checkpoint(settings.ckpt_path)
-        if self._resumption is not None:
-            self._resumption.check(self._settings())
-            resume.check_epochs(self._resumption.file, settings.trainer.max_epochs)
-
-    def _hint(self, message: str) -> str:
-        """A line with the setting, option or class of this pack that is nearest to what jsonargparse has refused."""
-        if (refused := _REFUSED_NAME.search(message)) is None:
-            return ""
-        known: dict[str, str] = {}
-        for row in STRATEGIES:
-            known |= {name: name for name in getattr(row.strategy, "option_names", list)()}
-            known |= dict.fromkeys((row.name, row.class_path.rpartition(".")[2]), row.class_path)
-        known |= {name: f"lightning_multigpu.callbacks.{name}" for name in callbacks.__all__}
-        settings = self._subcommand_parsers[self._command].get_defaults(skip_validation=True).keys()
-        known |= {name.rpartition(".")[2]: name for name in settings}
-        near = nearest(refused[1].rpartition(".")[2], known)
-        return f"\nDid you mean {known[near]!r}?" if near else ""
-
-    def _settings(self) -> dict[str, Any]:
-        """The settings as they are saved beside the logs."""
-        name = self.config.subcommand
-        dumped = self._subcommand_parsers[name].dump(self.config[name], skip_none=False, format="yaml")
-        settings: dict[str, Any] = yaml.safe_load(dumped)
-        return settings
 
     @override
     def before_instantiate_classes(self) -> None:
@@ -209,16 +163,6 @@ class TrainingCLI(LightningCLI):
                     f"{failed.__name__} needs a missing package: {command[1] if command else error}"
                 ) from error
             raise error from None
-
-    @override
-    def after_instantiate_classes(self) -> None:
-        if self.config[self.config.subcommand].ckpt_path == "last":
-            found = resume.find_last(self.trainer, self._settings())
-            if found is not None and self._command == "fit":
-                resume.check_epochs(found, self.trainer.max_epochs)
-            if found is not None:
-                for config in (self.config, self.config_init):
-                    config[self.config.subcommand].ckpt_path = found.path
 
     @override
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:

@@ -14,17 +14,15 @@ import contextlib
 import errno
 import gc
 import os
-import resource
 import socket
 import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 _DESCRIPTORS = "/proc/self/fd"
 _CUT_AGAIN_S = 0.5
-_MOST_DESCRIPTORS = 1 << 20
+_TCP = (socket.AF_INET, socket.AF_INET6)
 _NUM_PROBES = 127  # the kernel's most: who asks decides when a connection has ended
 _TCP_INFO = struct.Struct("2xBB52xI")  # linux/tcp.h, struct tcp_info: tcpi_retransmits, _probes and _last_ack_recv
 
@@ -79,10 +77,14 @@ class Connections:
             for descriptor, name in _sockets().items()
             if name in self._names or (before is not None and name not in before)
         }
-        owned = _of_python() if noted else set()
-        for descriptor, name in noted.items():
-            if descriptor not in owned and _shut_down(descriptor, name, except_port):
-                cut += 1
+        # By type(), since isinstance would evaluate proxy objects of other libraries.
+        owned = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)} if noted else ()
+        for descriptor in noted.keys() - owned:
+            with contextlib.suppress(OSError), _borrowed(descriptor, noted[descriptor]) as connection:
+                is_tcp = connection.family in _TCP
+                if is_tcp and except_port not in (connection.getsockname()[1], connection.getpeername()[1]):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    cut += 1
         return cut
 
     def cut_silent(self, limit_s: float) -> None:
@@ -121,7 +123,7 @@ class Connections:
 
 def _silent_s(connection: socket.socket, *, probes: bool) -> float:
     """Seconds since the last answer, if one is overdue; turns the kernel's probes on."""
-    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+    if connection.family not in _TCP:
         return 0.0
     if probes:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
@@ -152,45 +154,10 @@ def _borrowed(descriptor: int, name: str) -> Iterator[socket.socket]:
 def _sockets() -> dict[int, str]:
     """Open sockets of this process: descriptor -> the kernel's name, which no two open sockets share."""
     found: dict[int, str] = {}
-    for entry in _descriptors():
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"{_DESCRIPTORS}/{entry}")
-            if target.startswith("socket:"):
-                found[int(entry)] = target
+    with contextlib.suppress(OSError):  # no such folder, or no descriptor left to list it
+        for entry in os.listdir(_DESCRIPTORS):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"{_DESCRIPTORS}/{entry}")
+                if target.startswith("socket:"):
+                    found[int(entry)] = target
     return found
-
-
-def _of_python() -> set[int]:
-    """Descriptors of sockets that Python objects hold."""
-    # By identity, which is fast; isinstance would evaluate proxy objects of other libraries.
-    kinds = {id(kind) for kind in _with_subclasses(socket.socket)}
-    return {each.fileno() for each in gc.get_objects() if id(type(each)) in kinds}
-
-
-def _with_subclasses(kind: type[Any]) -> Iterator[type[Any]]:
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _with_subclasses(subclass)
-
-
-def _descriptors() -> Iterable[str | int]:
-    try:
-        return os.listdir(_DESCRIPTORS)
-    except FileNotFoundError:
-        return ()
-    except OSError:  # listing them takes a descriptor, and none is left
-        return range(min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], _MOST_DESCRIPTORS))
-
-
-def _shut_down(descriptor: int, name: str, except_port: int | None) -> bool:
-    try:
-        with _borrowed(descriptor, name) as connection:
-            if connection.family not in (socket.AF_INET, socket.AF_INET6):
-                return False
-            ports = {connection.getsockname()[1], connection.getpeername()[1]}
-            if except_port in ports:
-                return False
-            connection.shutdown(socket.SHUT_RDWR)
-            return True
-    except OSError:  # not connected, or closed meanwhile
-        return False

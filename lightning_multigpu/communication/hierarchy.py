@@ -17,8 +17,9 @@ shares at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Hashable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,20 +40,16 @@ class SentBytes(NamedTuple):
     memory: int
 
 
-class Pending(Protocol):
-    """A tensor that is being reduced."""
+class Plan(NamedTuple):
+    """How a tensor is reduced, in every step in which its memory is the same.
 
-    def finish(self) -> Tensor:
-        """Waits for the others; returns the tensor, reduced."""
+    Attributes:
+        sent: bytes that this rank sends.
+        begin: starts to reduce, and returns what finishes it, which waits for the other ranks.
+    """
 
-
-class Done(NamedTuple):
-    """A tensor that is reduced."""
-
-    tensor: Tensor
-
-    def finish(self) -> Tensor:
-        return self.tensor
+    sent: SentBytes
+    begin: Callable[[], Callable[[], object]]
 
 
 class HierarchicalAllReduce:
@@ -64,6 +61,9 @@ class HierarchicalAllReduce:
         inside: all-reduce over the ranks of this host; None if each host has one rank.
         between: all-reduce over the ranks that hold the same shard on every host; None with one host. Without
             ``inside`` it is over all ranks.
+
+    Attributes:
+        compressed: the all-reduce between hosts, if it compresses.
     """
 
     def __init__(
@@ -71,26 +71,10 @@ class HierarchicalAllReduce:
     ) -> None:
         self.inside = inside
         self.between = between
+        self.compressed = between if isinstance(between, CompressedAllReduce) else None
         # For tensors other than gradients, which must not lose precision.
         self._ring = between.ring if isinstance(between, CompressedAllReduce) else between
         self._can_move = True
-
-    @property
-    def compressed(self) -> CompressedAllReduce | None:
-        """The compressed all-reduce between hosts; None without compression."""
-        return self.between if isinstance(self.between, CompressedAllReduce) else None
-
-    def sent_bytes(self, tensor: Tensor, key: Hashable = None) -> SentBytes:
-        """Bytes that this rank sends when ``tensor`` is reduced."""
-        if self.between is None:
-            return SentBytes(0, 0 if self.inside is None else self.inside.sent_bytes(tensor))
-        flat = tensor.detach().view(-1)
-        if self.inside is None:
-            return SentBytes(self._sent_between(flat, key), 0)
-        bounds = chunk_bounds(flat.numel(), self.inside.world_size)
-        start, end = bounds[self.inside.rank]
-        memory = flat.nbytes  # its values of the others' shards, and the sums of its own shard
-        return SentBytes(self._sent_between(flat[start:end], key), memory)
 
     def __call__(self, tensor: Tensor, key: Hashable = None, *, average: bool = False) -> Tensor:
         """Reduces ``tensor`` in place and returns it.
@@ -104,31 +88,39 @@ class HierarchicalAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous, or of a wrong dtype.
             RuntimeError: another rank has ended, or the time is up.
         """
-        if self.between is None:
-            return tensor if self.inside is None else self.inside(tensor, average=average)
-        flat = tensor.detach().view(-1)
-        if self.inside is None:
-            self._reduce_between(flat, key, average)
-            return tensor
-        bounds = chunk_bounds(flat.numel(), self.inside.world_size)
-        shard = self.inside.reduce_scatter(flat, average=average, bounds=bounds)
-        self._reduce_between(shard, key, average)
-        self.inside.all_gather(flat, bounds=bounds)
+        self.plan(tensor, key, average=average).begin()()
         return tensor
 
-    def begin(self, tensor: Tensor, key: Hashable = None, *, average: bool = False) -> Pending:
-        """As a call, but may return while this rank's parts are still being sent; ``finish()`` does the rest.
+    def plan(self, tensor: Tensor, key: Hashable = None, *, average: bool = False) -> Plan:
+        """As a call, in two halves that can be called in every step.
 
-        So one tensor is sent while the next is encoded, and the network is never idle between two tensors. A rank must
-        finish tensors in the order in which it began them; other ranks may mix beginning and finishing differently.
+        The first may return while this rank's parts are still being sent. So one tensor is sent while the next is
+        encoded, and the network is never idle between two tensors. A rank must finish tensors in the order in which it
+        began them; other ranks may mix beginning and finishing differently.
         """
-        if self.inside is None and self.compressed is not None and key is not None:
-            return self.compressed.begin(tensor, key, average=average)
-        if self.inside is None and isinstance(self.between, RingAllReduce):
-            return self.between.begin(tensor, average=average)
-        # Within a host all ranks take each step together, so nothing can begin early.
-        self(tensor, key, average=average)
-        return Done(tensor)
+        inside, ring, compressed = self.inside, self._ring, None if key is None else self.compressed
+        if not tensor.numel() or (inside is None and ring is None):
+            return Plan(SentBytes(0, 0), lambda: _nothing)
+        if ring is None:
+            assert inside is not None
+            # Within a host all ranks take each step together, so nothing can begin early.
+            return Plan(SentBytes(0, inside.sent_bytes(tensor)), _done_by(inside.plan(tensor, average=average)))
+        between = compressed or ring
+        begin: Callable[..., Any] = ring.begin if compressed is None else partial(compressed.begin, key=key)
+        if inside is None:
+            return Plan(SentBytes(between.sent_bytes(tensor), 0), lambda: begin(tensor, average=average).finish)
+        flat = tensor.detach().view(-1)
+        bounds = chunk_bounds(flat.numel(), inside.world_size)
+        start, end = bounds[inside.rank]
+
+        def reduce() -> None:
+            shard = inside.reduce_scatter(flat, average=average, bounds=bounds)
+            if shard.numel():
+                begin(shard, average=average).finish()
+            inside.all_gather(flat, bounds=bounds)
+
+        # Memory: its values of the others' shards, and the sums of its own shard.
+        return Plan(SentBytes(between.sent_bytes(flat[start:end]), flat.nbytes), _done_by(reduce))
 
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.
@@ -184,16 +176,14 @@ class HierarchicalAllReduce:
         if self.inside is not None:
             self.inside.abort()
 
-    def _reduce_between(self, shard: Tensor, key: Hashable, average: bool) -> None:
-        if shard.numel() == 0 or self._ring is None:
-            return
-        if isinstance(self.between, CompressedAllReduce) and key is not None:
-            self.between(shard, key, average=average)
-        else:
-            self._ring(shard, average=average)
 
-    def _sent_between(self, shard: Tensor, key: Hashable) -> int:
-        if isinstance(self.between, CompressedAllReduce) and key is not None:
-            return self.between.sent_bytes(shard)
-        assert self._ring is not None
-        return self._ring.sent_bytes(shard)
+def _nothing() -> None:
+    pass
+
+
+def _done_by(reduce: Callable[[], object]) -> Callable[[], Callable[[], object]]:
+    def begin() -> Callable[[], object]:
+        reduce()
+        return _nothing
+
+    return begin

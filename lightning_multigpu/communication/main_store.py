@@ -7,15 +7,14 @@ import ipaddress
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass
 from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import port_number
-from lightning_multigpu.communication.rendezvous import QUIET_S, RendezvousError, own_host, tell_wait
+from lightning_multigpu.communication.rendezvous import QUIET_S, Limit, RendezvousError, own_host
 
 _SHORTEST_POLL_S, _POLL_S = 0.01, 0.2
 _PROBE_S = 2.0
@@ -31,9 +30,6 @@ class MainStore:
         is_one_host: all ranks are on this host: the store listens at loopback, which no other host reaches.
         is_kept: torchrun's agent keeps the store, not rank 0.
         connections: can cut the store's connections.
-        deadline_s: the time by which the store has to be open, on the monotonic clock.
-        timeout_s: the user's limit, for the message.
-        check: called between two tries; raises if the job has failed.
 
     Raises:
         ValueError: the port is out of range.
@@ -41,14 +37,12 @@ class MainStore:
 
     address: str
     port: int
+    limit: Limit
     _: KW_ONLY
     rank: int
     is_one_host: bool
     is_kept: bool
     connections: Connections
-    deadline_s: float
-    timeout_s: float
-    check: Callable[[], None]
 
     def __post_init__(self) -> None:
         port_number(str(self.port))
@@ -56,74 +50,83 @@ class MainStore:
     def open(self) -> TCPStore:
         """Rank 0 listens; the others connect. If another rank 0 listens at the address, this rank 0 connects too.
 
+        It tries until names are known, as they come late in Kubernetes, and rank 0 is there.
+
         Raises:
             RendezvousError: the port is taken, the address is wrong, or no process listens there in time.
         """
-        if self.is_one_host and not self.is_kept and self._is_local():
-            return replace(self, address=_LOOPBACK, is_one_host=False).open()
-        if self.rank != 0 or self.is_kept:
-            return self._connect()
-        if self._is_local():
-            return self._listen(self.address, listening_socket)
-        if self._problem() is None:  # then both processes that claim rank 0 see each other's note
-            return self._connect()
-        store = self._listen(_LOOPBACK, lambda address, port: None)
-        if (problem := self._problem()) is not None:
-            raise RendezvousError(
-                f"MASTER_ADDR={self.address} is no address of {own_host()}, where rank 0 runs, and does not lead here "
-                f"either ({problem}). Set it on all hosts to an address of {own_host()}, or start rank 0 on the host "
-                "that it names"
-            )
-        return store
-
-    def _listen(self, address: str, socket_at: Callable[[str, int], socket.socket | None]) -> TCPStore:
-        try:
-            try:
-                listener = socket_at(address, self.port)
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                listener = None  # by this process perhaps, whose store torch then returns
-            return self._tcp_store(address, is_master=True, listener=listener)
-        except (OSError, RuntimeError) as error:
-            what = str(error).partition("\n")[0]
-            if os.strerror(errno.EADDRINUSE).lower() in str(error).lower():
-                what = "another program, or another job, has it"
-            raise RendezvousError(
-                f"rank 0 cannot listen at port {self.port} of {own_host()}: {what}. Set MASTER_PORT to a free port "
-                "on all hosts"
-            ) from None
-
-    def _connect(self) -> TCPStore:
-        handshakes, tell_s = 0, time.monotonic() + QUIET_S
-        pause_s = _SHORTEST_POLL_S
+        pause_s, tell_s = _SHORTEST_POLL_S, time.monotonic() + QUIET_S
         while True:
-            self.check()
-            problem = self._problem()
-            if problem is None:
-                try:
-                    return self._tcp_store(self.address, is_master=False)
-                except RuntimeError as error:
-                    self.check()
-                    handshakes += 1
-                    problem = f"what listens there is not rank 0 of a job ({str(error).partition(chr(10))[0]})"
-            if handshakes > 1 or time.monotonic() > self.deadline_s:
+            self.limit.check()
+            try:
+                return self._opened()
+            except OSError as error:
+                problem = str(error) or type(error).__name__
+            except RendezvousError:
+                raise
+            except RuntimeError as error:
+                self.limit.check()
+                problem = f"what listens there is not rank 0 of a job ({_first_line(error)})"
+            where = f"rank 0 at {self.address} port {self.port}"
+            if time.monotonic() > self.limit.deadline_s:
                 raise RendezvousError(
-                    f"rank {self.rank} on {own_host()} cannot reach rank 0 at {self.address} port {self.port}"
-                    f"{'' if handshakes > 1 else f' within {self.timeout_s:g} s (join_timeout_s)'}: {problem}. Check "
-                    "that MASTER_ADDR and MASTER_PORT are the same on all hosts and name the host of rank 0, that rank "
-                    "0 runs, and that the port is open between the hosts"
+                    f"rank {self.rank} on {own_host()} cannot reach {where} within {self.limit.timeout_s:g} s "
+                    f"(join_timeout_s): {problem}. Check that MASTER_ADDR and MASTER_PORT are the same on all hosts "
+                    "and name the host of rank 0, that rank 0 runs, and that the port is open between the hosts"
                 )
             if time.monotonic() > tell_s:
-                tell_s = self.deadline_s
-                what = f"waits for rank 0 at {self.address} port {self.port}: {problem}"
-                tell_wait(self.rank, what, self.deadline_s)
+                tell_s = float("inf")
+                self.limit.tell(self.rank, f"waits for {where}: {problem}")
             time.sleep(pause_s)
             pause_s = min(_POLL_S, 1.5 * pause_s)
 
+    def _opened(self) -> TCPStore:
+        is_local = self._is_local()
+        address = _LOOPBACK if self.is_one_host and not self.is_kept and is_local else self.address
+        if self.rank != 0 or self.is_kept:
+            return self._connected(address)
+        if is_local:
+            return self._listening(address, alone=True)
+        try:
+            return self._connected(address)  # to another rank 0: then both see each other's note
+        except OSError:
+            store = self._listening(_LOOPBACK, alone=False)
+        try:
+            _probe(address, self.port)
+        except OSError as error:
+            raise RendezvousError(
+                f"MASTER_ADDR={address} is no address of {own_host()}, where rank 0 runs, and does not lead here "
+                f"either ({error}). Set it on all hosts to an address of {own_host()}, or start rank 0 on the host "
+                "that it names"
+            ) from None
+        return store
+
+    def _connected(self, address: str) -> TCPStore:
+        _probe(address, self.port)
+        return self._tcp_store(address, is_master=False)
+
+    def _listening(self, address: str, *, alone: bool) -> TCPStore:
+        """The store of this process; with ``alone`` it listens at the address, and not at all interfaces."""
+        listener = None
+        try:
+            if alone:
+                try:
+                    listener = listening_socket(address, self.port)
+                except OSError as error:
+                    if error.errno != errno.EADDRINUSE:  # by this process perhaps, whose store torch then returns
+                        raise
+            return self._tcp_store(address, is_master=True, listener=listener)
+        except (OSError, RuntimeError) as error:
+            is_taken = os.strerror(errno.EADDRINUSE).lower() in str(error).lower()
+            what = "another program, or another job, has it" if is_taken else _first_line(error)
+            raise RendezvousError(
+                f"rank 0 cannot listen at port {self.port} of {own_host()}: {what}. Set MASTER_PORT to a free port on "
+                "all hosts"
+            ) from None
+
     def _tcp_store(self, address: str, *, is_master: bool, listener: socket.socket | None = None) -> TCPStore:
         # The store's own timeout does not end its wait for a silent peer.
-        patience_s = min(_HANDSHAKE_S, max(1.0, self.deadline_s - time.monotonic()))
+        patience_s = min(_HANDSHAKE_S, max(1.0, self.limit.deadline_s - time.monotonic()))
         with self.connections.cut_after(patience_s):
             return TCPStore(
                 address,
@@ -136,25 +139,8 @@ class MainStore:
             )
 
     def _is_local(self) -> bool:
-        """Whether the address is this host's; waits for names that cannot be resolved yet."""
-        told = False
-        while True:
-            try:
-                candidates = socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM)
-                break
-            except OSError as error:
-                if time.monotonic() > self.deadline_s:
-                    raise RendezvousError(
-                        f"rank {self.rank} on {own_host()} does not know the host MASTER_ADDR={self.address}: {error}; "
-                        f"set it to a name or an address of {own_host()} that all hosts know"
-                    ) from None
-                if not told:
-                    told = True
-                    what = f"does not know the host MASTER_ADDR={self.address} ({error}) and waits for its name"
-                    tell_wait(self.rank, f"{what}, since names can come late, as in Kubernetes", self.deadline_s)
-            self.check()
-            time.sleep(_POLL_S)
-        for family, kind, protocol, _, address in candidates:
+        """Whether the address is this host's; raises OSError for a name that is not known."""
+        for family, kind, protocol, _, address in socket.getaddrinfo(self.address, 0, type=socket.SOCK_STREAM):
             try:
                 with socket.socket(family, kind, protocol) as probe:
                     probe.bind(address)
@@ -163,13 +149,14 @@ class MainStore:
                 continue
         return False
 
-    def _problem(self) -> str | None:
-        """The reason why no connection is possible, or None if a process listens there."""
-        try:
-            with socket.create_connection((self.address, self.port), timeout=_PROBE_S):
-                return None
-        except OSError as error:
-            return str(error) or type(error).__name__
+
+def _probe(address: str, port: int) -> None:
+    """Raises OSError if no process listens there."""
+    socket.create_connection((address, port), timeout=_PROBE_S).close()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def listening_socket(address: str, port: int) -> socket.socket | None:
@@ -195,8 +182,3 @@ def listening_socket(address: str, port: int) -> socket.socket | None:
             if error.errno != errno.EADDRNOTAVAIL:
                 raise
     return None
-
-
-def kept_by_torchrun(variables: Mapping[str, str]) -> bool:
-    """Whether torchrun's agent keeps a store at the main address, from torchrun's variables."""
-    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -123,7 +123,7 @@ class MeteredGroup:
         Raises:
             RuntimeError: shapes or dtypes differ, or ranks have made different calls.
         """
-        with self._metered("all_gather", tensor.nbytes * self.size, meets=True):
+        with self._metered("all_gather", tensor.nbytes * self.size, meets=True, of_a_rank=tensor.nbytes):
             everyones = self._meet(f"all_gather {_described(tensor)}", b"" if sync_grads else _bytes_of(tensor))
             if sync_grads:
                 gathered: Tensor = _AllGather.apply(tensor, self)  # type: ignore[no-untyped-call]
@@ -243,12 +243,14 @@ class MeteredGroup:
             else:
                 self._meet("barrier", None)
 
-    def _metered(self, operation: str, size_bytes: int, *, sends: bool = True, meets: bool = False) -> Transfer:
-        """Meters a collective; ``meets`` if it begins with a meeting, in which small values travel."""
+    def _metered(
+        self, operation: str, size_bytes: int, *, sends: bool = True, meets: bool = False, of_a_rank: int | None = None
+    ) -> Transfer:
+        """Meters a collective; ``meets`` if it begins with a meeting, in which small values of a rank travel."""
         sent_bytes = None if sends else 0
         if meets:
             sent_bytes = round(sent_share("all_reduce", self.size) * _ROW_BYTES * self.size)
-            if size_bytes > _ROOM_BYTES:
+            if (size_bytes if of_a_rank is None else of_a_rank) > _ROOM_BYTES:
                 sent_bytes += round(sent_share(operation, self.size) * size_bytes)
         return self.begin(operation, size_bytes, sent_bytes=sent_bytes, blocking=True, on_stream=self._on_stream)
 

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -37,6 +37,23 @@ class RendezvousError(RuntimeError):
     """The ranks cannot join; the message names the ranks that came, the missing ones, and what to check."""
 
 
+class Limit(NamedTuple):
+    """The time by which all ranks have to come, on the monotonic clock, and the user's limit, for messages.
+
+    ``check`` is called while a rank waits; it raises if the job has failed.
+    """
+
+    deadline_s: float
+    timeout_s: float
+    check: Callable[[], object]
+
+    def tell(self, rank: int, what: str) -> None:
+        """Prints for what a rank waits, and for how long it will at most."""
+        left_s = max(0.0, self.deadline_s - time.monotonic())
+        line = f"rank {rank} on {own_host()} {what}; {left_s:.0f} s are left (join_timeout_s)"
+        print(line, file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class Arrival:
     """One rank's note.
@@ -47,6 +64,7 @@ class Arrival:
         world_size: the number of ranks that it expects.
         table: name -> value of settings that must be equal on all ranks.
         address: its host's source address towards the main address; empty if unknown.
+        offer: what else it gives the others, as JSON has it.
     """
 
     rank: int
@@ -56,20 +74,15 @@ class Arrival:
     world_size: int
     table: dict[str, str] = field(default_factory=dict)
     address: str = ""
+    offer: Any = None
 
     @classmethod
     def from_note(cls, note: bytes) -> Arrival:
-        """Reads a note from the store.
-
-        Raises:
-            ValueError, TypeError, RecursionError: no rank has written it.
-        """
+        """Reads a note from the store; raises ValueError, TypeError or RecursionError if no rank has written it."""
         found = cls(**json.loads(note))
-        numbers = (found.rank, found.node_rank, found.pid, found.world_size)
-        if not all(type(number) is int for number in numbers) or not isinstance(found.host, str):
-            raise ValueError(f"its numbers are {numbers!r:.80}")
-        if not isinstance(found.table, dict) or not all(isinstance(value, str) for value in found.table.values()):
-            raise ValueError(f"its table is {found.table!r:.80}")
+        kinds = [*map(type, (found.rank, found.node_rank, found.pid, found.world_size, found.host, found.table))]
+        if kinds != [int, int, int, int, str, dict] or not all(type(each) is str for each in found.table.values()):
+            raise ValueError(f"its values are {found!r:.200}")
         return found
 
     def name(self) -> str:
@@ -82,83 +95,56 @@ class Rendezvous:
     Args:
         store: connected to every rank; rank 0's process may keep it.
         attempt: the attempt's name, the same on all ranks; no earlier attempt in the store had it.
-        deadline_s: the time by which all ranks have to come, on the monotonic clock.
-        timeout_s: the user's limit, for the message.
-        check: called between two reads; raises if the job has failed.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        own: Arrival,
-        *,
-        attempt: str,
-        deadline_s: float,
-        timeout_s: float,
-        check: Callable[[], None],
-    ) -> None:
+    def __init__(self, store: Store, own: Arrival, limit: Limit, *, attempt: str) -> None:
         self._store = PrefixStore(f"lightning-multigpu/{attempt}", store)
         self._own = own
-        self._deadline_s, self._timeout_s = deadline_s, timeout_s
-        self._check = check
-        self._arrivals: dict[int, Arrival] = {}
+        self._limit = limit
+        self._ticket = 0
+        self._arrivals: dict[int, Arrival] = {}  # by ticket
 
     @property
     def group_store(self) -> Store:
         """A store for the process group, without keys of other attempts."""
         return PrefixStore("group", self._store)
 
-    def offer(self, name: str, value: Any) -> None:
-        """Writes a JSON value for :meth:`wait_for` of other ranks."""
-        self._guard(lambda: self._store.set(f"offer/{name}", json.dumps(value)))
-
-    def withdraw(self, name: str) -> None:
-        """Deletes a value of :meth:`offer`; every rank that needs it must have read it."""
-        self._guard(lambda: self._store.delete_key(f"offer/{name}"))
-
     def check_in(self) -> None:
         """Writes this rank's note."""
 
         def write() -> None:
-            ticket = self._store.add(_TICKETS, 1) - 1
-            self._store.set(_note(ticket), json.dumps(asdict(self._own)))
+            self._ticket = self._store.add(_TICKETS, 1) - 1
+            self._store.set(_note(self._ticket), json.dumps(asdict(self._own)))
 
         self._guard(write)
 
-    def wait_for_all(self) -> list[Arrival]:
-        """Waits until every rank has checked in; returns their notes in the order of ranks.
+    def withdraw(self) -> None:
+        """Deletes this rank's note, which all have read."""
+        self._guard(lambda: self._store.delete_key(_note(self._ticket)))
+
+    def wait_for(self, *ranks: int) -> list[Arrival]:
+        """Waits until these ranks, by default all, have checked in; returns their notes in the order of ranks.
 
         Raises:
             RendezvousError: not all come in time, two claim to be the same rank, tables differ, or the store has ended.
         """
-        self._wait(lambda: not self._missing(), self._who_is_missing)
-        return sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
-
-    def wait_for(self, name: str) -> Any:
-        """Waits for the value that another rank offers; raises as :meth:`wait_for_all`."""
-        key = f"offer/{name}"
-        self._wait(
-            lambda: self._store.check([key]),
-            lambda: f"within {self._timeout_s:g} s {self._own.name()} did not get the {name} of rank 0",
-        )
-        return self._guard(lambda: json.loads(self._store.get(key)))
-
-    def _wait(self, over: Callable[[], bool], lateness: Callable[[], str]) -> None:
         # All ranks together read 50 times a second: fast for two ranks, and not too much for the store with hundreds.
         longest_s = min(_LONGEST_POLL_S, _SHORTEST_POLL_S * self._own.world_size)
         pause_s, tell_s = _FIRST_POLL_S, time.monotonic() + QUIET_S
         while True:
             problem = self._guard(self._look)  # raises the verdict of another rank
-            self._check()
-            if problem is None and self._guard(over):
-                return
-            if problem is None and time.monotonic() > self._deadline_s:
-                problem = lateness()
+            self._limit.check()
+            missing = self._missing()
+            if problem is None and not missing & set(ranks or missing):
+                wanted = [each for each in self._arrivals.values() if not ranks or each.rank in ranks]
+                return sorted(wanted, key=lambda arrival: arrival.rank)
+            if problem is None and time.monotonic() > self._limit.deadline_s:
+                problem = self._who_is_missing()
             if problem is not None:
                 self._conclude(problem)
             if self._own.rank == 0 and time.monotonic() > tell_s:
                 tell_s = float("inf")
-                tell_wait(0, f"waits for {rank_list(self._missing())} of {self._own.world_size}", self._deadline_s)
+                self._limit.tell(0, f"waits for {rank_list(missing)} of {self._own.world_size}")
             time.sleep(pause_s)
             pause_s = min(longest_s, 1.5 * pause_s)
 
@@ -207,9 +193,9 @@ class Rendezvous:
         except RuntimeError as error:
             deadline_s = time.monotonic() + _SETTLE_S
             while time.monotonic() < deadline_s:
-                self._check()
+                self._limit.check()
                 time.sleep(_SHORTEST_POLL_S)
-            if self._missing() and time.monotonic() > self._deadline_s:
+            if self._missing() and time.monotonic() > self._limit.deadline_s:
                 raise RendezvousError(self._who_is_missing()) from error
             raise RendezvousError(
                 f"{self._own.name()} has lost the connection to the store of rank 0 while joining; rank 0 has ended, "
@@ -223,7 +209,7 @@ class Rendezvous:
         arrivals = sorted(self._arrivals.values(), key=lambda arrival: arrival.rank)
         came = ", ".join(arrival.name() for arrival in arrivals) or "nobody"
         return (
-            f"{rank_list(self._missing())} of {self._own.world_size} did not come within {self._timeout_s:g} s "
+            f"{rank_list(self._missing())} of {self._own.world_size} did not come within {self._limit.timeout_s:g} s "
             f"(join_timeout_s). There are: {came}. See what the missing ranks say, whether they were started at all, "
             "and whether MASTER_ADDR and MASTER_PORT are the same for all"
         )
@@ -257,13 +243,6 @@ def conflict(arrivals: list[Arrival]) -> str | None:
 def own_host() -> str:
     """The name of this host."""
     return socket.gethostname()
-
-
-def tell_wait(rank: int, what: str, deadline_s: float) -> None:
-    """Prints for what a rank waits, and for how long it will at most."""
-    left_s = max(0.0, deadline_s - time.monotonic())
-    line = f"rank {rank} on {own_host()} {what}; {left_s:.0f} s are left (join_timeout_s)"
-    print(line, file=sys.stderr, flush=True)
 
 
 def _note(ticket: int) -> str:

@@ -15,26 +15,20 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_multigpu.emulation.namespaces import Namespace, check_available
 
 _NETWORK = "10.77.0"
 _INTERFACE = "eth0"
 _MAX_HOSTS = 250
-_FRAME_BYTES = 1514  # with an MTU of 1500
-# As tc counts: bits in powers of 1000, bytes in powers of 1024.
-_BITS_PER_S = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
-_BYTES = {"b": 1, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
 
-@dataclass(frozen=True)
-class InterfaceCounters:
+class InterfaceCounters(NamedTuple):
     """The traffic of an interface since it was made.
 
     Bytes include an Ethernet header of 14 bytes for each packet, of up to 64 KiB, that the kernel has handed over: on a
@@ -53,20 +47,18 @@ class Host:
 
     node_rank: int
     namespace: Namespace
-    address: str
-    master_address: str
 
     @property
     def name(self) -> str:
         return f"host{self.node_rank}"
 
+    @property
+    def address(self) -> str:
+        return _address(self.node_rank)
+
     def environment(self) -> dict[str, str]:
         """The environment variables that a rank on this host needs to join a job of all hosts."""
-        return {
-            "MASTER_ADDR": self.master_address,
-            "MASTER_PORT": "29500",
-            "NODE_RANK": str(self.node_rank),
-        }
+        return {"MASTER_ADDR": _address(0), "MASTER_PORT": "29500", "NODE_RANK": str(self.node_rank)}
 
     def popen(
         self,
@@ -76,13 +68,9 @@ class Host:
         cwd: str | os.PathLike[str] | None = None,
         **options: Any,
     ) -> subprocess.Popen[Any]:
-        """Starts ``command`` on this host; it is killed when the hosts are taken down.
+        """Starts ``command`` on this host, as ``subprocess.Popen``; it is killed when the hosts are taken down.
 
-        Args:
-            command: program and arguments.
-            env: variables on top of this process's environment.
-            cwd: its directory, if not this process's.
-            options: of ``subprocess.Popen``.
+        ``env`` are variables on top of this process's environment.
         """
         return subprocess.Popen(self.namespace.command(command, cwd), env={**os.environ, **(env or {})}, **options)
 
@@ -104,21 +92,15 @@ class EmulatedHosts:
         burst: how much may pass at once before the bandwidth limits; figures depend on it, so name it with them.
 
     Raises:
-        ValueError: an argument is out of its range; raised before anything is made.
+        ValueError: ``num_hosts`` is out of its range.
         HostsUnavailable: on entering, where the machine cannot do it (not Linux, no root, no iproute2, no kernel
-            support); nothing is left behind.
+            support), or ``tc`` refuses an argument; nothing is left behind.
     """
 
     def __init__(self, num_hosts: int, *, bandwidth: str | None = "1gbit", burst: str = "512kb") -> None:
         if not 1 <= num_hosts <= _MAX_HOSTS:
             raise ValueError(f"num_hosts={num_hosts} is out of range: use 1 to {_MAX_HOSTS}")
-        self.num_hosts = num_hosts
-        self._bits_per_s = None if bandwidth is None else _number("bandwidth", bandwidth, _BITS_PER_S, example="1gbit")
-        self._burst_bytes = _number("burst", burst, _BYTES, example="512kb")
-        if self._burst_bytes < _FRAME_BYTES:
-            raise ValueError(
-                f"burst={burst!r} is smaller than one frame, so that none could ever pass: use at least {_FRAME_BYTES}b"
-            )
+        self._num_hosts, self._bandwidth, self._burst = num_hosts, bandwidth, burst
         self._hosts: list[Host] = []
         self._namespaces: list[Namespace] = []  # the first is the switch's
 
@@ -128,18 +110,21 @@ class EmulatedHosts:
         return self._namespaces[0]
 
     def __enter__(self) -> EmulatedHosts:
-        if self._namespaces:
-            raise RuntimeError("these hosts are up already: make another EmulatedHosts for a second network")
         check_available()
         try:
             self._build()
         except BaseException:
-            self._take_down()
+            self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._take_down()
+        for namespace in self._namespaces:
+            namespace.end()
+        while self._namespaces:
+            self._namespaces[-1].wait()
+            self._namespaces.pop()
+        self._hosts = []
 
     def __getitem__(self, node_rank: int) -> Host:
         return self._hosts[node_rank]
@@ -147,11 +132,8 @@ class EmulatedHosts:
     def __iter__(self) -> Iterator[Host]:
         return iter(self._hosts)
 
-    def __len__(self) -> int:
-        return len(self._hosts)
-
     def _build(self) -> None:
-        for node_rank in (None, *range(self.num_hosts)):
+        for node_rank in (None, *range(self._num_hosts)):
             self._namespaces.append(Namespace(self._names_seen_by(node_rank)))
         for namespace in self._namespaces:
             namespace.wait_until_ready()
@@ -161,12 +143,12 @@ class EmulatedHosts:
         switch.run("ip", "link", "set", "bridge", "addrgenmode", "none", "up")
         for node_rank, namespace in enumerate(others):
             self._connect(node_rank, namespace)
-            self._hosts.append(Host(node_rank, namespace, _address(node_rank), _address(0)))
+            self._hosts.append(Host(node_rank, namespace))
 
     def _connect(self, node_rank: int, namespace: Namespace) -> None:
         eth, port, address = _INTERFACE, f"port{node_rank}", _hardware_address(node_rank)
         # All namespaces share one table of neighbours, 1,024 by default; permanent ones do not count.
-        others = [other for other in range(self.num_hosts) if other != node_rank]
+        others = [other for other in range(self._num_hosts) if other != node_rank]
         commands = [
             f"link add {eth} address {address} type veth peer name {port} netns {self.switch.pid}",
             f"link set {eth} addrgenmode none",
@@ -179,31 +161,23 @@ class EmulatedHosts:
         ]
         namespace.run("ip", "-batch", "-", given="".join(f"{command}\n" for command in commands))
         self.switch.run("ip", "link", "set", port, "addrgenmode", "none", "master", "bridge", "up")
-        if self._bits_per_s is not None:
+        if self._bandwidth is not None:
             namespace.run(
                 *("tc", "qdisc", "add", "dev", eth, "root", "tbf"),
-                *("rate", f"{self._bits_per_s}bit", "burst", f"{self._burst_bytes}b"),
+                *("rate", self._bandwidth, "burst", self._burst),
                 *("latency", "100ms"),  # what would wait longer for its turn is dropped
             )
 
     def _names_seen_by(self, node_rank: int | None) -> str:
         """/etc/hosts: every host by its name, this one by the machine's name too."""
         lines = ["127.0.0.1 localhost", "::1 localhost"]
-        for other in range(self.num_hosts):
+        for other in range(self._num_hosts):
             own_names = [socket.gethostname()] if other == node_rank else []
             lines.append(" ".join([_address(other), f"host{other}", *own_names]))
             # As torch's store, which listens on IPv6, sees it; without a name c10d warns. A name of its own: host0 is
             # to stay one address.
             lines.append(f"::ffff:{_address(other)} host{other}-ipv4")
         return "\n".join(lines) + "\n"
-
-    def _take_down(self) -> None:
-        for namespace in self._namespaces:
-            namespace.end()
-        while self._namespaces:
-            self._namespaces[-1].wait()
-            self._namespaces.pop()
-        self._hosts = []
 
 
 def _address(node_rank: int) -> str:
@@ -212,13 +186,3 @@ def _address(node_rank: int) -> str:
 
 def _hardware_address(node_rank: int) -> str:
     return f"02:00:0a:4d:00:{node_rank + 1:02x}"
-
-
-def _number(name: str, text: str, units: Mapping[str, int], *, example: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([a-z]+)", text.lower())
-    number = round(float(match[1]) * units.get(match[2], 0)) if match else 0
-    if number < 1:
-        raise ValueError(
-            f"{name}={text!r}: expected a positive number and a unit ({', '.join(units)}), such as {name}={example!r}"
-        )
-    return number

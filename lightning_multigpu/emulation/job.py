@@ -6,12 +6,11 @@ import contextlib
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
-from typing import IO
+from typing import Any
 
-from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts, Host
+from lightning_multigpu.emulation.emulated_hosts import EmulatedHosts
 from lightning_multigpu.emulation.namespaces import starting
 
 _POLL_S = 0.1
@@ -30,15 +29,21 @@ class HostsJob:
     """
 
     def __init__(self, hosts: EmulatedHosts, command: Sequence[str], *, env: Mapping[str, str]) -> None:
-        self._hosts = hosts
-        self._processes: list[subprocess.Popen[str]] = []
-        self._printers: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen[Any]] = []
+        self._printers: list[subprocess.Popen[bytes]] = []
         try:
             for host in hosts:
-                with starting(f"the command on {host.name}"):
-                    self._start(host, command, {**env, **host.environment()})
+                output: dict[str, Any] = {}
+                if host.node_rank:
+                    # In a session of its own: Ctrl-C in the terminal must not end it before the command.
+                    prefix = ["sed", "--unbuffered", f"s/^/[{host.name}] /"]
+                    self._printers.append(subprocess.Popen(prefix, stdin=subprocess.PIPE, start_new_session=True))
+                    to_printer = self._printers[-1].stdin
+                    output = {"stdin": subprocess.DEVNULL, "stdout": to_printer, "stderr": subprocess.STDOUT}
+                with starting(f"the command on {host.name}"), output.get("stdout") or contextlib.nullcontext():
+                    self._processes.append(host.popen(command, env={**env, **host.environment()}, **output))
         except BaseException:
-            self._kill()
+            self.__exit__()
             raise
 
     def wait(self, *, patience_s: float = _PATIENCE_S) -> int:
@@ -50,21 +55,19 @@ class HostsJob:
         Returns:
             0 if all have ended well, else the exit status of the first that failed, as a shell reports it.
         """
-        first, deadline = 0, float("inf")
-        while True:
-            codes = [process.poll() for process in self._processes]
-            failed = [code for code in codes if code]
-            if failed and not first:
-                first, deadline = failed[0], time.monotonic() + patience_s
-            if None not in codes:
-                break
-            if time.monotonic() > deadline:
+        first, deadline_s = 0, float("inf")
+        while None in (codes := [process.poll() for process in self._processes]):
+            if not first and any(codes):
+                first, deadline_s = next(filter(None, codes)), time.monotonic() + patience_s
+            if time.monotonic() > deadline_s:
                 left = [f"host{node_rank}" for node_rank, code in enumerate(codes) if code is None]
                 print(f"{', '.join(left)}: not ended {patience_s:g} s after another host, killed", file=sys.stderr)
-                self._kill()
+                self.__exit__()
             time.sleep(_POLL_S)
         for printer in self._printers:
-            printer.join(timeout=5)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # something on the host has its output still
+                printer.wait(5)
+        first = first or next(filter(None, codes), 0)
         return first if first >= 0 else 128 - first
 
     def send_signal(self, number: signal.Signals) -> None:
@@ -75,38 +78,11 @@ class HostsJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._kill()
-
-    def _start(self, host: Host, command: Sequence[str], variables: Mapping[str, str]) -> None:
-        if host.node_rank == 0:
-            self._processes.append(host.popen(command, env=variables))
-            return
-        process = host.popen(
-            command,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
-        self._processes.append(process)
-        self._print(process.stdout, sys.stdout, host.name)
-        self._print(process.stderr, sys.stderr, host.name)
-
-    def _kill(self) -> None:
         for process in self._processes:
             process.kill()
-        for process in self._processes:
             process.wait()
-
-    def _print(self, source: IO[str] | None, target: IO[str], name: str) -> None:
-        def copy() -> None:
-            assert source is not None
-            with source, contextlib.suppress(ValueError, OSError):
-                for line in source:
-                    target.write(f"[{name}] {line}")
-                    target.flush()
-
-        self._printers.append(threading.Thread(target=copy, name=f"output-of-{name}", daemon=True))
-        self._printers[-1].start()
+        for printer in self._printers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printer.wait(_POLL_S)
+            printer.kill()
+            printer.wait()

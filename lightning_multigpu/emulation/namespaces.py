@@ -72,19 +72,11 @@ class Namespace:
             raise HostsUnavailable(f"`unshare --net --mount` failed: {reason.strip()}")
 
     def run(self, *command: str, given: str | None = None) -> str:
-        """Runs a program of this machine on its network.
-
-        Returns:
-            What it has written to standard output.
-
-        Raises:
-            HostsUnavailable: it failed, with what it wrote to standard error.
-        """
+        """What a program of this machine prints, run on its network; :class:`HostsUnavailable` if it fails."""
         shown = f"`{' '.join(command)}`"
         with starting(shown):
-            done = subprocess.run(
-                [*_enter(self.pid), "--net", *command], input=given, capture_output=True, text=True, check=False
-            )
+            enter = ["nsenter", "--target", str(self.pid), "--net"]
+            done = subprocess.run([*enter, *command], input=given, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise HostsUnavailable(f"{shown} failed: {done.stderr.strip() or f'exit {done.returncode}'}")
         return done.stdout
@@ -92,7 +84,8 @@ class Namespace:
     def command(self, command: Sequence[str], directory: str | os.PathLike[str] | None) -> list[str]:
         """The command that runs ``command`` in the namespace as the same process, in the directory (None: this one)."""
         in_directory = f'cd {shlex.quote(os.fspath(directory or Path.cwd()))} && exec "$@"'
-        return [*_enter(self.pid), "--net", "--mount", "sh", "-c", in_directory, "sh", *command]
+        enter = ["nsenter", "--target", str(self.pid), "--net", "--mount"]
+        return [*enter, "sh", "-c", in_directory, "sh", *command]
 
     def end(self) -> None:
         """Has everything in it killed; does not wait."""
@@ -111,22 +104,16 @@ class Namespace:
 
 def check_available() -> None:
     """Raises :class:`HostsUnavailable` with the reason, where namespaces cannot be made."""
-    _check_linux()
+    _check_programs(ip="iproute2", tc="iproute2", mount="util-linux", nsenter="util-linux", unshare="util-linux")
     if os.geteuid() != 0:
         raise HostsUnavailable(
             f"network namespaces need root, this process runs as user {os.geteuid()}: run it with sudo, or under "
             "`lightning-multigpu emulate`, which needs no root where the kernel has user namespaces"
         )
-    _check_programs(ip="iproute2", tc="iproute2", mount="util-linux", nsenter="util-linux", unshare="util-linux")
 
 
 def become_root_of_a_user_namespace(command: Sequence[str]) -> NoReturn:
-    """Goes on as the command, which sees itself as user 0 and may make namespaces; its files belong to this user.
-
-    Raises:
-        HostsUnavailable: this user may not; with the kernel's reason and the fix.
-    """
-    _check_linux()
+    """Goes on as the command, which sees itself as user 0; :class:`HostsUnavailable` if this user may not."""
     _check_programs(unshare="util-linux")
     with starting("`unshare`"):
         tried = subprocess.run([*_UNSHARE, "true"], capture_output=True, text=True, check=False)
@@ -149,16 +136,9 @@ def starting(what: str) -> Iterator[None]:
         raise HostsUnavailable(f"{what} cannot be started: {error}{hint and '; '}{hint}") from error
 
 
-def _enter(pid: int) -> list[str]:
-    return ["nsenter", "--target", str(pid)]
-
-
-def _check_linux() -> None:
+def _check_programs(**package_of: str) -> None:
     if sys.platform != "linux":
         raise HostsUnavailable(f"network namespaces exist on Linux only, this is {sys.platform}")
-
-
-def _check_programs(**package_of: str) -> None:
     for program, package in package_of.items():
         if shutil.which(program) is None:
             raise HostsUnavailable(f"{program!r} is not on PATH: install {package} (Debian: apt-get install {package})")

@@ -1,12 +1,9 @@
 """Activation checkpointing: intermediate results of layers are not saved, but computed again in backward.
 
-Only the input of such a layer is saved. So memory grows with the number of layers, not with their size; the price is
-one more forward pass (T. Chen et al., 2016, "Training deep nets with sublinear memory cost", section 4).
-
-``torch.utils.checkpoint.checkpoint`` calls a layer, with its hooks, and calls it again in backward. Here layers are
-chosen, and the second call gets what torch does not restore: the default dtype and the random numbers of Python and
-NumPy of the first one, and parts of split tensors; BatchNorm counts a batch once. A layer that changes its input or a
-buffer is refused.
+``torch.utils.checkpoint.checkpoint`` calls a layer, with its hooks, saves its input, and calls it again in backward
+(T. Chen et al., 2016, "Training deep nets with sublinear memory cost", section 4). The second call here gets what torch
+does not restore: the default dtype and the random numbers of Python and NumPy of the first one, and parts of split
+tensors; BatchNorm counts a batch once. A layer that changes its input or a buffer is refused.
 """
 
 from __future__ import annotations
@@ -118,14 +115,11 @@ def _matching(choice: Choice, parts: Mapping[str, Module], owner: str, shown: Se
 class Recomputation:
     """Has backward compute layers of a module again, with their hooks.
 
-    Args:
-        warn: called once, if the first step calls none of the layers with gradients.
-
     Raises:
         ValueError: as for :func:`selected_layers`; or a module around a layer is compiled.
     """
 
-    def __init__(self, module: Module, choice: Choice, *, warn: Callable[[str], object]) -> None:
+    def __init__(self, module: Module, choice: Choice) -> None:
         self.names = selected_layers(module, choice)
         for name, part in module.named_modules():
             inside = next((each for each in self.names if name and each.startswith(f"{name}.")), None)
@@ -134,7 +128,6 @@ class Recomputation:
                     f"{name} is compiled as a whole, and activation_checkpointing runs {inside} inside of it by "
                     "itself: compile each layer with layer.compile(), or leave one of the two out"
                 )
-        self._warn: Callable[[str], object] | None = warn
 
     @contextmanager
     def installed(self, *modules: Module) -> Iterator[None]:
@@ -152,30 +145,20 @@ class Recomputation:
             for module in modules:
                 for name in self.names:
                     layer = module.get_submodule(name)
-                    call = partial(self._call, layer, layer._compiled_call_impl or layer._call_impl)
+                    call = partial(_call, layer, layer._compiled_call_impl or layer._call_impl)
                     undo.enter_context(replaced(layer, _compiled_call_impl=call))  # instead of hooks and forward
                 for model in caching_models(module):
                     hook = partial(without_cache, "the blocks under activation_checkpointing would find their own keys")
                     undo.callback(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
             yield
-        if self._warn is not None:
-            self._warn(
-                "activation_checkpointing has no effect: the first training step calls none of "
-                f"{', '.join(self.names[:3])} with gradients; name modules that it calls"
-            )
-            self._warn = None
 
-    def _call(self, layer: Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return own(*args, **kwargs)
-        self._warn = None
-        return recomputed(layer, own, args, kwargs)
+
+def _call(layer: Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return recomputed(layer, own, args, kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 
 
 def recomputed(layer: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Returns ``forward(*args, **kwargs)``, whose backward pass runs ``forward`` again.
-
-    The second run has the same default dtype, random numbers and input, and does not update BatchNorm's statistics.
 
     Raises:
         RecomputationError: the layer has changed a buffer, or its input although it has no true attribute ``inplace``.
@@ -244,11 +227,10 @@ def _versions(layer: Module, inputs: Sequence[Any]) -> set[tuple[str, int, int]]
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Within the block torch's default dtype is ``dtype``, in all threads; does nothing if it already is."""
     before = torch.get_default_dtype()
-    if before == dtype:  # perhaps set by the thread that started this one
-        yield
-        return
-    torch.set_default_dtype(dtype)
     try:
+        if before != dtype:  # perhaps set by the thread that started this one
+            torch.set_default_dtype(dtype)
         yield
     finally:
-        torch.set_default_dtype(before)
+        if before != dtype:
+            torch.set_default_dtype(before)

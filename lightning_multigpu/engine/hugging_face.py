@@ -15,8 +15,8 @@ from torch.nn import Module, ModuleList
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.replaced_attributes import replaced
-from lightning_multigpu.engine.tensor_split.derived_values import whole_values
-from lightning_multigpu.engine.tensor_split.parts import SplitTensor
+from lightning_multigpu.engine.tensor_split.parameter_split import split_of
+from lightning_multigpu.engine.tensor_split.parts import whole_values
 
 
 def models_in(module: Module) -> dict[str, Module]:
@@ -82,11 +82,14 @@ def saving_whole(module: Module) -> Iterator[None]:
 def _of_whole(save: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(save)
     def save_pretrained(model: Module, *args: Any, **options: Any) -> Any:
-        group = next((p.placed.group for p in model.parameters() if isinstance(p, SplitTensor)), None)
-        if group is not None and len(args) < 3:  # the third one is the state_dict
-            names = {**model.state_dict(), **dict(model.named_parameters(remove_duplicate=False))}  # tied ones are one
-            state = options.get("state_dict") or {name: names[name] for name in model.state_dict()}
-            options["state_dict"] = whole_values({"state": state}, group)["state"]
+        if any(map(split_of, model.parameters())) and len(args) < 3:  # the third one is the state_dict
+            state = options.get("state_dict")
+            if state is None:
+                whole = {parameter: whole_values(parameter, "save_pretrained") for parameter in model.parameters()}
+                state = model.state_dict()
+                for name, parameter in model.named_parameters(remove_duplicate=False):
+                    state[name] = whole[parameter]  # tied ones are one
+            options["state_dict"] = whole_values(state, "save_pretrained")
         return save(model, *args, **options)
 
     return save_pretrained

@@ -136,8 +136,8 @@ def preserved_state(module: Module) -> Iterator[None]:
     """Restores at the end of the block what a forward pass may change in a module and its children.
 
     It restores buffers, attributes (states of torchmetrics among them), the contents of lists, dictionaries, sets and
-    deques in attributes, attributes of objects of the user's own classes, random generators, and training mode. It
-    restores neither values of parameters nor the state of objects of libraries.
+    deques in attributes, attributes of objects of the user's own classes, random generators, training mode, and which
+    parameters are trained. It restores neither values of parameters nor the state of objects of libraries.
     """
     undo: list[Callable[[], Any]] = []
     seen: set[int] = set()
@@ -152,11 +152,11 @@ def preserved_state(module: Module) -> Iterator[None]:
 
 
 @contextmanager
-def preserved_values(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restores at the end of the block the values of parameters, which a step may set; copies are in host memory."""
+def preserved_values(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Restores at the end of the block the values of parameters, which a step may set; yields copies in host memory."""
     before = [(parameter, parameter.data, parameter.detach().to("cpu", copy=True)) for parameter in parameters]
     try:
-        yield
+        yield [value for _, _, value in before]
     finally:
         for parameter, data, value in before:
             data.copy_(value)
@@ -211,6 +211,9 @@ _LIBRARIES = frozenset(
 
 
 def _keep_tensor(tensor: Tensor, undo: list[Callable[[], Any]]) -> None:
+    if isinstance(tensor, Parameter):
+        is_trained = tensor.requires_grad
+        undo.append(lambda: tensor.requires_grad_(is_trained))
     # Tensors made in inference mode cannot be changed outside of it.
     if isinstance(tensor, Parameter | Placeholder) or tensor.is_inference():
         return

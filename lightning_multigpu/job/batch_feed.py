@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Sequence, Sized
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import (
@@ -21,7 +19,7 @@ from torch.utils.data import (
 )
 
 from lightning_multigpu._lightning_internals import forget_loader_states, given_loaders, places_sampler
-from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.data_parallel.agreement import (
     AgreedLoader,
     Announcement,
@@ -53,6 +51,7 @@ class BatchFeed:
         self.uneven_inputs: UnevenInputs = uneven_inputs
         self.loss_reduction: LossReduction = loss_reduction
         self._signals = signals
+        self.announcer: Announcer | None = None  # in training
 
     def distribute(
         self,
@@ -61,17 +60,16 @@ class BatchFeed:
         *,
         rank: int,
         num_replicas: int,
-        meter: Meter,
-        control_group: Callable[[], dist.ProcessGroup],
+        group: MeteredGroup,
         ranks_a_batch: int,
         common: Callable[[], float],
         on_agreed: Callable[[Announcement], None],
     ) -> Any:
         """The loader that rank ``rank`` of ``num_replicas`` data ranks iterates over; a collective in training.
 
-        In training all ranks agree on each batch over ``control_group()``, also the ``ranks_a_batch`` of each data
-        rank; ``common`` and ``on_agreed`` are those of :class:`.AgreedLoader`. Prediction keeps Lightning's own
-        sampler, which repeats nothing and keeps the indices for writers.
+        In training all ranks agree on each batch over ``group``, also the ``ranks_a_batch`` of each data rank;
+        ``common`` is that of :class:`.Announcer`, and ``on_agreed`` of :class:`.AgreedLoader`. Prediction keeps
+        Lightning's own sampler, which repeats nothing and keeps the indices for writers.
         """
         if trainer.predicting:
             distributed: Any = loader
@@ -89,24 +87,25 @@ class BatchFeed:
             leave_interrupts_to_rank(distributed, trainer.global_rank)
         if not trainer.training:
             return distributed
-        group = control_group()
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
 
         def agreed(announcement: Announcement) -> None:
             # Gradients that are being accumulated are not part of a checkpoint.
-            may_act = batches_trained_on(trainer) % trainer.accumulate_grad_batches == 0
+            may_act = progress.current.processed % trainer.accumulate_grad_batches == 0
             self._signals.agree(announcement.flags, may_act=may_act)
             on_agreed(announcement)
 
         forget_loader_states(trainer)
+        self.announcer = Announcer(
+            group, ranks_a_batch=ranks_a_batch, flags=lambda: self._signals.received, common=common
+        )
         return AgreedLoader(
             distributed,
-            Announcer(group, meter, ranks_a_batch=ranks_a_batch),
+            self.announcer,
             batches=batches,
             uneven_inputs=self.uneven_inputs,
             loss_reduction=self.loss_reduction,
             skip=lambda: batches_to_skip(trainer),
-            flags=lambda: self._signals.received,
-            common=common,
             on_agreed=agreed,
             on_uneven=rank_zero_warn,
             length=agreed_length(distributed, group, self.uneven_inputs),
@@ -146,24 +145,10 @@ def warn_of_repeats(trainer: pl.Trainer, loader: Any, batches: CountedBatchSampl
         )
 
 
-def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
-    """Checks that Lightning can distribute the given loaders over ``num_replicas`` data ranks.
-
-    Raises:
-        ValueError: Lightning would lose a batch sampler or its own sampler, or there are too few samples to predict.
-    """
+def check_loaders(trainer: pl.Trainer) -> None:
+    """Raises ValueError for a loader whose batch sampler, or the sampler of that, Lightning would leave out."""
     for loader in given_loaders(trainer):
         kind = type(loader.batch_sampler)
-        if hasattr(loader.batch_sampler, "drop_last") and not hasattr(loader.batch_sampler, "__pl_saved_args"):
-            _, *others = inspect.signature(kind).parameters.values()
-            named = [p.name for p in others if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-            if further := [name for name in named if name not in ("batch_size", "drop_last")]:
-                raise ValueError(
-                    f"{kind.__name__} cannot get the ranks' sampler, because of its further arguments "
-                    f"({', '.join(further)}): set defaults for them, return the loader from a hook such as "
-                    "train_dataloader(), or pass Trainer(use_distributed_sampler=False) and a batch sampler with "
-                    "each rank's batches"
-                )
         if loader.batch_size is None and isinstance(loader.batch_sampler, BatchSampler):
             own = loader.batch_sampler.sampler
             if kind is BatchSampler and not trainer.predicting:
@@ -178,12 +163,6 @@ def check_loaders(trainer: pl.Trainer, num_replicas: int) -> None:
                     f"{kind.__name__}: give the dataset only the samples to draw, or pass "
                     "Trainer(use_distributed_sampler=False) and a batch sampler with each rank's batches"
                 )
-        size = len(loader.sampler) if isinstance(loader.sampler, Sized) else num_replicas
-        if trainer.predicting and 0 < size < num_replicas:
-            raise ValueError(
-                f"predict: {size} samples, or whole batches, are fewer than {num_replicas} data ranks, and each rank "
-                f"needs one: predict on devices={size} or fewer"
-            )
 
 
 def complete_resumed_epoch(trainer: pl.Trainer) -> None:
@@ -203,17 +182,10 @@ def add_to_all(counts: Any, number: int) -> None:
         setattr(counts, name, getattr(counts, name) + number)
 
 
-def batches_trained_on(trainer: pl.Trainer) -> int:
-    """Batches of this epoch that were trained on."""
-    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    return int(progress.current.processed)
-
-
 def batches_to_skip(trainer: pl.Trainer) -> int:
     """Batches that a run which resumes within an epoch leaves out; none after the last batch of an epoch."""
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-    is_within = trainer.fit_loop.restarting and not progress.is_last_batch
-    return batches_trained_on(trainer) if is_within else 0
+    return int(progress.current.processed) if trainer.fit_loop.restarting and not progress.is_last_batch else 0
 
 
 def global_batch_text(sizes: Sequence[int | None], trainer: pl.Trainer) -> str:

@@ -33,7 +33,8 @@ class _EpochLoop(TrainingEpochLoop):
 
     @override
     def on_advance_end(self, data_fetcher: Any) -> None:
-        _agree(self.trainer)
+        strategy: Any = self.trainer.strategy
+        self.trainer.should_stop = strategy.agree_after_batch(self.trainer.should_stop)
         super().on_advance_end(data_fetcher)
         if self._validates:
             _agree(self.trainer)

@@ -2,8 +2,9 @@
 
 A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
-that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure. The guardian prints
-the failure; see :mod:`lightning_multigpu.job.uncaught_errors`.
+that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure, or its own one if
+that is of the same class and line. The guardian prints the failure; see
+:mod:`lightning_multigpu.job.uncaught_errors`.
 """
 
 from __future__ import annotations
@@ -24,12 +25,10 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rank_ranges import ranks_text
-from lightning_multigpu.communication.rendezvous import RendezvousError
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.job.guardian.interrupts import report_of
 from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
@@ -83,7 +82,6 @@ class FailureWatch:
         client: the connection to the guardian of this host; None between two runs.
         failure: the failure that has ended this run, this rank's own or another's; None while there is none.
         ranks_have_ended: in the process that has spawned ranks, whether they have failed, and their state is lost.
-        is_common_error: whether all ranks have raised the same exception: the program's, and no failure of a rank.
         is_lost: whether this rank has failed and the job goes on without it.
     """
 
@@ -91,18 +89,16 @@ class FailureWatch:
         self.client: GuardianClient | None = None
         self.failed = False
         self.failure: Failure | None = None
-        self.ranks_have_ended = self.is_common_error = False
-        self.is_lost = False
+        self.ranks_have_ended = self.is_lost = False
         self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
         self._failed_s = 0.0
-        self._hooks_follow = False
-        self._cannot_join = self._can_be_lost = False
+        self._hooks_follow = self._can_be_lost = False
 
     def begin(self, cut: Callable[[], object]) -> None:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
-        self.failed = self.is_lost = self.is_common_error = self._can_be_lost = False
+        self.failed = self.is_lost = self._can_be_lost = False
         self.failure = None
         limit_later_exit(None)
         self._cut, self._world_size = cut, 0
@@ -135,7 +131,7 @@ class FailureWatch:
         """Receives another rank's failure from the guardian; called in a thread of its own."""
         self.failure = self.failure or failure
         if not self.failed:
-            self.signals.follow_failure(failure.what)
+            self.signals.follow(signal.Signals(failure.signal) if failure.signal else None)
         self._abort()
 
     def cut_loose(self) -> None:
@@ -159,10 +155,7 @@ class FailureWatch:
     def guarded(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, run: RunContext, trainer: pl.Trainer | None
     ) -> Any:
-        """Runs a rank's work; if the job fails, raises the exception of the rank that failed.
-
-        An exception that all ranks raise at the same step is raised on each of them as it is.
-        """
+        """Runs a rank's work; if the job fails, raises the exception of the rank that failed."""
         self._hooks_follow = True
         try:
             result = function(*args, **kwargs)
@@ -185,34 +178,19 @@ class FailureWatch:
                 raise
             raise failure.exception() from None
 
-    def prints_failure(self, run: RunContext) -> bool:
-        """Whether this rank has the failure printed: the first of its host has, and the one that has failed.
-
-        Another rank would be quicker than the first, whose traceback would come after the last lines; it does so if the
-        first has died. No rank does where the failure is the program's, or the job goes on.
-        """
-        if self.failure is None or self.is_common_error or self.is_lost:
-            return False
-        first_has_died = self.failure.rank == run.rank - run.local_rank and not self.failure.traceback
-        return run.local_rank == 0 or self.failure.rank == run.rank or first_has_died
-
     def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
         """What this rank prints about the failure, if nobody catches its exception."""
-        failure, prints = self.failure, self.prints_failure(run)
+        failure = self.failure
         assert failure is not None
         is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
-        # Ranks that cannot join all raise the same exception.
-        alike = self._cannot_join or self.is_common_error
-        in_full = is_own and (run.local_rank == 0 or not alike) and (run.node_rank == 0 or not self.is_common_error)
         # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
-        advises = run.node_rank == 0 or (in_full and not isinstance(run.environment, LightningEnvironment))
-        is_last = prints or (self.is_common_error and run.rank == 0)
+        advises = run.node_rank == 0 or (is_own and not isinstance(run.environment, LightningEnvironment))
         return FailureReport(
             failure,
-            in_full,
+            is_own,
             # A terminal shows its prompt when the first rank has ended.
-            partial(_print_failure, self.client, waits=run.local_rank == 0) if prints else None,
-            partial(last_checkpoint_of, trainer) if is_last and advises and has_trained(trainer) else None,
+            None if self.is_lost else partial(_print_failure, self.client, waits=run.local_rank == 0),
+            partial(last_checkpoint_of, trainer) if advises and not self.is_lost and has_trained(trainer) else None,
             partial(limit_exit, run.failure_timeout_s, self._failed_s),
         )
 
@@ -221,56 +199,42 @@ class FailureWatch:
         """Finds the rank whose failure has caused ``error``; reports to the guardian if it is this rank.
 
         Returns:
-            The failure of another rank, or None if ``error`` is this rank's own.
+            The failure of another rank, or None if ``error`` is this rank's own, also if another rank was first.
         """
         self.failed, self._failed_s = True, time.monotonic()
         self._hooks_follow = False
-        self._cannot_join = isinstance(error, RendezvousError)  # each rank raises that for itself
-        if self._is_common(error, run.rank, step):
-            self._abort()
-            self.stop()
-            return None
         if not isinstance(error, Exception):
             limit_later_exit(run.failure_timeout_s)
         patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
-        deadline_s = time.monotonic() + (patience_s if self.client is not None else 0.0)
-        while self.failure is None and not self._cannot_join and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        other = self._verdict(patience_s)
         if _may_be_of_a_start(error):
             note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
-        if self.failure is None:
-            if not self._cannot_join:
-                error.add_note(own.summary())
+        if other is None:
+            error.add_note(own.describe())
             if self.client is not None:
                 signum = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
                 if signum is not None:  # the place at which a signal has struck is not the cause
-                    what = report_of(signum, late=self.signals.late)
-                    own = own._replace(what=what, traceback="")
+                    what = f"was interrupted ({signum.name})"
+                    own = own._replace(what=what, traceback="", signal=signum)
                 self.client.failed(own)
-        other = None if self._cannot_join else self.failure  # the guardian may have found another failure first
-        self.failure = other or own
+            other = self._verdict(0.0 if self._can_be_lost else _SETTLE_S)  # another rank may have been first
+        is_alike = other is None or own.is_alike(other)
+        self.failure = own if other is None or (is_alike and other.rank == own.rank) else other
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
         for kept in KEPT:
             kept.has_failed = not self.is_lost
         self._abort()
-        return other
+        return None if is_alike else other
 
-    def _is_common(self, error: BaseException, rank: int, step: int | None) -> bool:
-        """Waits until all ranks have raised ``error`` at this step, or one certainly does not."""
-        if self.client is None or self._world_size < 2 or self.failure is not None or self._can_be_lost:
-            return False
-        if not isinstance(error, Exception) or isinstance(error, RankFailedError) or _is_connection_loss(error):
-            return False
-        failure, kind = Failure.of(error, rank=rank, step=step), type(error)
-        self.is_common_error = self.client.is_common_error(
-            f"{kind.__module__}.{kind.__qualname__} at step {step}", failure
-        )
-        if self.is_common_error:
-            self.failure = failure
-        return self.is_common_error
+    def _verdict(self, patience_s: float) -> Failure | None:
+        """The failure of the job, which the guardian tells all ranks; None if it does not within ``patience_s``."""
+        until_s = time.monotonic() + patience_s
+        while self.failure is None and self.client is not None and time.monotonic() < until_s:
+            time.sleep(0.02)
+        return self.failure
 
     def _finish(self) -> None:
         """Waits until the run has ended well for all ranks; else raises RankFailedError."""

@@ -7,36 +7,31 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from lightning_multigpu._lightning_internals import place_of_checkpoint
 from lightning_multigpu.communication.digest import compared, model_table, value_text
 from lightning_multigpu.communication.interface import NO_WAY, source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
-from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun
+from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError, conflict, own_host
-from lightning_multigpu.job.checkpoint_files.last_checkpoint import with_last_found
+from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError, conflict, own_host
 from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.host_links import node_name, silence
-from lightning_multigpu.job.guardian.start import ADDRESS, AddressTakenError, address_of_job
+from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
 
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
-
-_INVITATION = "guardian"
 _CUT_S = 2.0
 _SHORTEST_SILENCE_S = 1.0
 
@@ -57,6 +52,9 @@ class Joining:
     The guardian of a host starts before its ranks join: the launcher that starts the ranks starts it, or else the first
     rank. The guardians of several hosts connect to node 0's as soon as rank 0's store is open. From then on they need
     neither store nor process group, so that they also see a lost host or link.
+
+    Attributes:
+        resumes: whether this run loads a checkpoint; set by the launcher.
     """
 
     def __init__(self, watch: FailureWatch) -> None:
@@ -64,15 +62,7 @@ class Joining:
         self._deadline_s: float | None = None
         self._attempt = 0
         self._rendezvous: Rendezvous | None = None
-        self._arrivals: list[Arrival] = []
-        self._resumes = self._has_met_hosts = False
-
-    def resume(self, function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
-        """Before the launch: the arguments of ``function``, changed by :func:`with_last_found`."""
-        args = with_last_found(function, args, trainer)
-        place = place_of_checkpoint(function, args)
-        self._resumes = place is not None and args[place] is not None
-        return args
+        self.resumes = self._has_met_hosts = False
 
     def begin(
         self,
@@ -125,8 +115,7 @@ class Joining:
             address = address_of_job(*where, node_rank=run.node_rank, attempt=self._attempt, variables=os.environ)
             start_timeout_s = run.join_timeout_s
             if run.local_rank == 0:
-                with contextlib.suppress(AddressTakenError):  # by another process of the job
-                    guardian = start_guardian(run, address)
+                guardian = start_guardian(run, address)
         client = GuardianClient(address, rank=run.rank, on_failure=self.watch.receive, start_timeout_s=start_timeout_s)
         return client, guardian
 
@@ -141,19 +130,17 @@ class Joining:
             with CONNECTIONS.cut_after(left_s + _CUT_S):
                 yield
             if self._rendezvous is not None:  # on rank 0
-                self._rendezvous.withdraw(_INVITATION)
+                self._rendezvous.withdraw()
             assert self.watch.client is not None
-            self.watch.client.joined()
+            self.watch.client.joining(None)
         except RendezvousError:
             raise
         except RuntimeError as error:
             self.watch.check()
             if any(reason in str(error) for reason in NO_WAY.values()):
-                ends = [each.name() for each in self._arrivals if f"remote=[{each.address}]" in str(error)]
                 raise ConnectionError(  # no RuntimeError: it is told before those who only see connections close
-                    f"no way to {ends[0] if ends else 'another rank'}: {error}. Check the routes and firewalls between "
-                    "the two hosts, or name another interface by GLOO_SOCKET_IFNAME. If it comes and goes, a table of "
-                    "the kernel may be full (dmesg: 'neighbour table overflow')"
+                    f"no way to another rank: {error}. Check the routes and firewalls between the two hosts, or name "
+                    "another interface by GLOO_SOCKET_IFNAME"
                 ) from error
             if time.monotonic() < self._deadline_s:
                 raise
@@ -174,14 +161,10 @@ class Joining:
         client = self.watch.client
         assert self._deadline_s is not None
         assert client is not None
-        limits: dict[str, Any] = {
-            "deadline_s": self._deadline_s,
-            "timeout_s": run.join_timeout_s,
-            "check": self.watch.check,
-        }
+        limit = Limit(self._deadline_s, run.join_timeout_s, self.watch.check)
         world_size = run.environment.world_size()
         address = source_address(run.environment.main_address) or ""
-        table = {**alike, "loads a checkpoint": "yes" if self._resumes else "no"}
+        table = {**alike, "loads a checkpoint": "yes" if self.resumes else "no"}
         own = Arrival(run.rank, own_host(), run.node_rank, os.getpid(), world_size, table, address)
         # Another host that was started by mistake does not reach the store, where all would see it.
         if run.num_nodes == 1 and (problem := conflict([own])) is not None:
@@ -189,27 +172,28 @@ class Joining:
         store = MainStore(
             run.environment.main_address,
             run.environment.main_port,
+            limit,
             rank=run.rank,
             is_one_host=run.num_nodes == 1 and not run.admits_others,
-            is_kept=kept_by_torchrun(os.environ),
+            is_kept=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             connections=CONNECTIONS,
-            **limits,
         ).open()
         LAST_STORE[:] = [store]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        rendezvous = Rendezvous(store, own, attempt=f"{restart}-{self._attempt}", **limits)
         meets_hosts = run.num_nodes > 1 and not self._has_met_hosts
         if meets_hosts and run.rank == 0:
-            rendezvous.offer(_INVITATION, _invite_hosts(client, run))
-            self._rendezvous = rendezvous
+            own = replace(own, offer=_invite_hosts(client, run))
+        rendezvous = Rendezvous(store, own, limit, attempt=f"{restart}-{self._attempt}")
         rendezvous.check_in()
-        if meets_hosts and run.local_rank == 0 and run.rank != 0:
-            invitation = rendezvous.wait_for(_INVITATION)
-            secret = job_secret(os.environ) or invitation["secret"]
-            client.join_hosts(invitation["address"], invitation["port"], node_rank=run.node_rank, secret=secret)
-        self._arrivals = rendezvous.wait_for_all()
+        if own.offer is not None:
+            self._rendezvous = rendezvous
+        elif meets_hosts and run.local_rank == 0:
+            [first] = rendezvous.wait_for(0)
+            secret = job_secret(os.environ) or first.offer["secret"]
+            client.join_hosts(first.offer["address"], first.offer["port"], node_rank=run.node_rank, secret=secret)
+        arrivals = rendezvous.wait_for()
         if run.num_nodes > 2:  # links between two hosts other than node 0's
-            hosts = {each.address: node_name(each.node_rank, each.host) for each in self._arrivals}
+            hosts = {each.address: node_name(each.node_rank, each.host) for each in arrivals}
             own_name = node_name(run.node_rank, own_host())
             client.find_failure = partial(broken_link, own_name, hosts, run.failure_timeout_s)
         return rendezvous.group_store
@@ -237,26 +221,15 @@ def _invite_hosts(client: GuardianClient, run: RunContext) -> dict[str, Any]:
     return {"address": address, "port": port, "secret": None if given else made}
 
 
-def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> tuple[Failure, float] | None:
-    """The failure of a link of this rank that is silent for half of ``failure_timeout_s``, and for how long; or None.
+def broken_link(own: str, hosts: Mapping[str, str], failure_timeout_s: float) -> Failure | None:
+    """The failure of a link of this rank that is silent for half of ``failure_timeout_s``, or None.
 
     A guardian talks to node 0's only. The links between other hosts carry connections of ranks, whose kernels answer
     each other even while the processes are busy or stopped. ``hosts`` are the names of hosts by their addresses.
     """
     for _, address, silent_s in CONNECTIONS.silent(max(_SHORTEST_SILENCE_S, failure_timeout_s / 2)):
-        return Failure(silence(own, hosts.get(address, address), silent_s)), silent_s
+        return Failure(silence(own, hosts.get(address, address), silent_s), age_s=silent_s)
     return None
-
-
-def check_alike(table: Mapping[str, str], world: MeteredGroup) -> None:
-    """Compares settings of the Trainer over all ranks; a collective.
-
-    Raises:
-        RendezvousError: they differ; the same message on all ranks.
-    """
-    found = compared(table, world.gather_objects, "are not set up alike")
-    if found is not None:
-        raise RendezvousError(f"{found}\nGive all of them the same script, arguments, configuration and versions")
 
 
 def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
@@ -271,15 +244,13 @@ def check_model(module: torch.nn.Module, world: MeteredGroup) -> None:
         raise RendezvousError(f"{found}\nBuild it alike on all ranks: from the same configuration and the same code")
 
 
-def table_of(run: RunContext, *, strategy: str, options: Mapping[str, Any], precision: object) -> dict[str, str]:
-    """The settings that must be equal on all ranks, and are known before they join."""
+def table_of(run: RunContext, settings: Mapping[str, Any]) -> dict[str, str]:
+    """The settings that must be equal on all ranks, and are known before they join; further ones are given."""
     values = {
-        "strategy": strategy,
-        **{f"option {name}": value_text(value) for name, value in options.items()},
+        **{name: value_text(value) for name, value in settings.items()},
         "num_nodes": str(run.num_nodes),
         "devices on each host": str(run.ranks_per_host),
         "device type": run.device_type,
-        "precision": str(precision),
         "back end": str(run.backend or "by device"),
         "torch": str(torch.__version__),
         "lightning": str(lightning.__version__),

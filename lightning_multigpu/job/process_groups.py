@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import logging
 import os
 import sys
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.communication.connections import Connections
@@ -35,18 +33,15 @@ AXES = ("data", "pipeline", "tensor")
 _ABORT_S = 5.0
 _COLLECTIVES = (
     *(f"lightning_multigpu/{name}.py" for name in ("communication/metered_group", "job/process_groups")),
-    *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "checkpoints", "rank_run")),
+    *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "checkpoints")),
 )
-
-KEPT: list[dist.ProcessGroup] = []
-"""Groups that cannot be destroyed: see ``settle_control``."""
 
 # One for the process, as the world's group: both outlive a run.
 CONNECTIONS = Connections()
 
 
 class ProcessGroups:
-    """All ranks, their mesh, and further groups over its axes.
+    """All ranks, as a mesh, and groups over its axes.
 
     Args:
         shape: ranks along the data, pipeline and tensor axes; neighbouring ranks differ in the last.
@@ -55,11 +50,8 @@ class ProcessGroups:
         store: the store of the rendezvous; not needed if this process is in the world already.
 
     Attributes:
+        data: the ranks that differ from this one in the data axis only.
         also_cut: called by :meth:`cut` first, to end other waits of this rank; must not raise.
-        settle_control: waits a moment for a transfer of :meth:`control` under way; returns whether it has ended. If a
-            connection is cut just as both ends begin to send, Gloo can lose a transfer: it never ends, and destroying
-            the group takes the group's timeout. So transfers get a moment before connections are cut, and a group that
-            has lost a transfer is not destroyed.
     """
 
     def __init__(
@@ -76,19 +68,22 @@ class ProcessGroups:
         self.backend = backend or dist.get_default_backend_for_device(device)
         self._timeout = timeout
         self.also_cut: list[Callable[[], None]] = []
-        self.settle_control: Callable[[], bool] = lambda: True
-        self._before: dict[str, str | None] = {}
+        self._undo = contextlib.ExitStack()
         self._is_stuck = False
         self._cutting = threading.Lock()
         self._port = environment.main_port
         self.own: list[dist.ProcessGroup] = []
-        self._control: dist.ProcessGroup | None = None
         # The host's name may resolve to an interface that other hosts cannot reach; the route to rank 0 never does.
         interface = interface_towards(environment.main_address)
         if interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ:
-            self._set({"GLOO_SOCKET_IFNAME": interface})
+            self._set("GLOO_SOCKET_IFNAME", interface)
         try:
-            self.mesh = self._connect(environment, interface, store, shape)
+            with CONNECTIONS.noted():
+                self._join(environment, interface, store)
+            # Not by init_device_mesh: in a process that has left a world of NCCL and joined another one, its
+            # split_group ended in a segmentation fault (torch 2.11, NCCL 2.31).
+            self._ranks = torch.arange(dist.get_world_size()).reshape(shape)
+            self.data = self._data_group()
         except BaseException:
             self.leave(failed=True)
             raise
@@ -112,7 +107,8 @@ class ProcessGroups:
 
     def lines(self, axis: str) -> list[list[int]]:
         """The ranks of each line of ``axis``; every rank of the world is in one of them."""
-        return _lines(self.mesh.mesh, AXES.index(axis))
+        along = self._ranks.movedim(AXES.index(axis), -1)
+        return [list(line) for line in along.reshape(-1, along.shape[-1]).tolist()]
 
     def over(self, lines: list[list[int]], *, backend: str | None = None) -> dist.ProcessGroup | None:
         """A further group over that of the ``lines`` which contains this rank, or None; a collective of the world."""
@@ -142,13 +138,6 @@ class ProcessGroups:
         finally:
             self.world.bound_device_id = bound
 
-    def control(self) -> dist.ProcessGroup:
-        """All ranks, for small messages between hosts; the same group each time. A collective of the whole world."""
-        if self._control is None:
-            self._control = self.over([list(range(dist.get_world_size()))], backend="gloo")
-        assert self._control is not None
-        return self._control
-
     def cut(self) -> None:
         """Aborts all groups: threads of this process that wait in them, and ranks at the other end, get an error.
 
@@ -158,7 +147,6 @@ class ProcessGroups:
         few seconds.
         """
         with self._cutting:
-            self.settle_control()
             for cut in self.also_cut:
                 cut()
             CONNECTIONS.cut(except_port=self._port)
@@ -181,8 +169,6 @@ class ProcessGroups:
         own, self.own = self.own, []
         if failed:
             with self._cutting:
-                if self._control is not None and not self.settle_control():
-                    _keep(self._control)
                 if self._is_stuck:
                     atexit.unregister(leave_world)
                 else:
@@ -190,53 +176,32 @@ class ProcessGroups:
         elif dist.is_initialized():
             for group in own:
                 dist.destroy_process_group(group)
-        while self._before:
-            name, value = self._before.popitem()
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        self._undo.close()
 
-    def _set(self, variables: dict[str, str]) -> None:
-        """Sets variables until :meth:`leave`: programs that are started later must not inherit them."""
-        for name, value in variables.items():
-            self._before.setdefault(name, os.environ.get(name))
-            os.environ[name] = value
+    def _set(self, name: str, value: str) -> None:
+        """Sets a variable until :meth:`leave`: programs that are started later must not inherit it."""
+        before, os.environ[name] = os.environ.get(name), value
+        self._undo.callback(*(os.environ.pop, name) if before is None else (os.environ.__setitem__, name, before))
 
-    def _connect(
-        self, environment: ClusterEnvironment, interface: str | None, store: Store | None, shape: tuple[int, int, int]
-    ) -> DeviceMesh:
-        # Groups of CPU back ends serve CUDA tensors too: the mesh gets the device of the back end.
-        mesh_device = "cuda" if self.backend == "nccl" else "cpu"
-        with CONNECTIONS.noted():
-            self._join(environment, interface, store)
-        # Not by init_device_mesh: in a process that has left a world of NCCL and joined another one, its split_group
-        # ended in a segmentation fault (torch 2.11, NCCL 2.31).
-        ranks = torch.arange(dist.get_world_size()).reshape(shape)
-        groups = [self._along(ranks, axis) for axis in range(len(AXES))]
-        return DeviceMesh.from_group(groups, mesh_device, mesh=ranks, mesh_dim_names=AXES)
-
-    def _along(self, ranks: torch.Tensor, axis: int) -> dist.ProcessGroup:
-        """This rank's line of an axis; reuses groups, since each Gloo group connects all of its ranks."""
-        if ranks.shape[axis] == dist.get_world_size():
+    def _data_group(self) -> dist.ProcessGroup:
+        """This rank's line of the data axis, without a group of its own where that is the world."""
+        lines, rank = self.lines("data"), dist.get_rank()
+        if len(lines) == 1:
             return self.world
-        if ranks.shape[axis] > 1:
-            group = self.over(_lines(ranks, axis))
+        if len(lines) < dist.get_world_size():
+            group = self.over(lines)
             assert group is not None
             return group
-        alone = [dist.get_rank()]
-        for group in self.own:
-            if dist.get_process_group_ranks(group) == alone:
-                return group
         with self._unbound("any"):  # no split of the world, which all ranks would have to make for each of them
-            self.own.append(dist.new_group(alone, backend=self.backend, use_local_synchronization=True))
+            self.own.append(dist.new_group([rank], backend=self.backend, use_local_synchronization=True))
         return self.own[-1]
 
     def _join(self, environment: ClusterEnvironment, interface: str | None, store: Store | None) -> None:
         if dist.is_initialized():
             return
         assert store is not None
-        self._set({"MASTER_ADDR": environment.main_address, "MASTER_PORT": str(environment.main_port)})
+        self._set("MASTER_ADDR", environment.main_address)
+        self._set("MASTER_PORT", str(environment.main_port))
         if self._timeout is not None:
             store.set_timeout(self._timeout)
         dist.init_process_group(
@@ -250,11 +215,6 @@ class ProcessGroups:
         if self.backend == "nccl":
             atexit.register(leave_world)  # NCCL warns of groups that exist when the interpreter ends
         rank_zero_info(f"Process group of {environment.world_size()} over {self.backend}, through {interface}")
-
-
-def _lines(ranks: torch.Tensor, axis: int) -> list[list[int]]:
-    """The lines of an axis: ranks that differ in this axis only, in its order."""
-    return [list(line) for line in ranks.movedim(axis, -1).reshape(-1, ranks.shape[axis]).tolist()]
 
 
 def metered_group(group: dist.ProcessGroup, meter: Meter, name: str, device: torch.device) -> MeteredGroup:
@@ -294,13 +254,6 @@ def _abort_together(groups: list[dist.ProcessGroup]) -> bool:
     for thread in threads:
         thread.join(max(0.0, until_s - time.monotonic()))
     return not any(thread.is_alive() for thread in threads)
-
-
-def _keep(group: dist.ProcessGroup) -> None:
-    """Keeps a group until the process has ended: the interpreter's end would destroy it."""
-    log.debug("Gloo has lost a transfer of %s, which stays", group)
-    KEPT.append(group)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def leave_world() -> None:

@@ -9,10 +9,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.pytorch.utilities import rank_zero_only
 
-_LIBRARIES = r"(lightning|torch|torchmetrics)(\.|$)"
-_LEAF_SPEC = r"`isinstance\(treespec, LeafSpec\)` is deprecated"  # Lightning 2.6 uses it, torch 2.13 deprecates it
 _REPEATS = "Using `DistributedSampler` with the dataloaders"  # job/batch_feed.py says where it is true
-_ONE_CYCLE = "Warning: Profiler clears events at the end of each cycle"  # of torch 2.11, also where there is one cycle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,22 +56,8 @@ class RunContext:
         return self.devices[0].type if self.devices else "cpu"
 
     def tell_ranks(self) -> None:
-        """Sets this rank in the cluster environment, Lightning's rank-zero helpers and the filters of messages."""
+        """Sets this rank in the cluster environment and in Lightning's rank-zero helpers."""
         self.environment.set_global_rank(self.node_rank * self.ranks_per_host + self.local_rank)
         self.environment.set_world_size(self.world_size)
         rank_zero_only.rank = self.rank  # type: ignore[attr-defined]
-        silence_deprecations(self.rank)
-
-
-def silence_deprecations(rank: int) -> None:
-    """Ignores warnings that libraries cause by themselves; on other ranks than the first, all of their deprecations.
-
-    Warnings about the user's own code stay on every rank, except one with the same text on all of them.
-    """
-    warnings.filterwarnings("ignore", _LEAF_SPEC, FutureWarning)
-    warnings.filterwarnings("ignore", _ONE_CYCLE, UserWarning)
-    warnings.filterwarnings("ignore", _REPEATS, UserWarning)
-    if rank != 0:
-        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
-            warnings.filterwarnings("ignore", category=category, module=_LIBRARIES)
-        warnings.filterwarnings("ignore", "The dirpath has changed from", UserWarning)  # of a resumed ModelCheckpoint
+        warnings.filterwarnings("ignore", _REPEATS, UserWarning)

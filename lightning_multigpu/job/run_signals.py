@@ -8,14 +8,15 @@ for its gradients. So signals wait until all ranks have reached the same batch.
 from __future__ import annotations
 
 import _thread
-import contextlib
 import os
-import select
 import signal
+import socket
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S, signal_of, was_late
+from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.25
 _SAME_TERMINATION_S = 0.9  # torchrun and srun send SIGTERM once more to ranks that a scheduler has signalled
 _MAIN_THREAD_S = 1.0  # in which a main thread that runs Python code acts on a signal
+_ERRORS = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}
 
 
 class RunSignals:
@@ -45,38 +47,30 @@ class RunSignals:
         due: bits of the signals that some process of the job has received, and all processes know.
         waits: whether ranks will agree on another batch. If not, SIGINT and SIGTERM act at once.
         agreed: bits of the signals that all ranks have acted on together.
-        late: whether a signal has waited out ``patience_s``, here or on the rank that this one follows.
+        patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
+        on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the second
+            SIGTERM.
+        on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
     """
 
     def __init__(self) -> None:
-        self._pusher: _Pusher | None = None
+        self._watch: _Watch | None = None
         self.defer([])
 
-    def defer(
-        self,
-        signals: list[signal.Signals],
-        *,
-        patience_s: float = float("inf"),
-        on_signal: Callable[[int, int], None] | None = None,
-        on_stuck: Callable[[], object] | None = None,
-    ) -> None:
-        """Sets the signals that :meth:`hold` defers; each has a bit, in this order.
-
-        The other arguments are those of :meth:`begin`.
-        """
-        self.received = self.due = self.agreed = 0
-        self.waits, self.late = True, False
+    def defer(self, signals: list[signal.Signals]) -> None:
+        """Sets the signals that :meth:`hold` defers; each has a bit, in this order."""
+        self.received = self.due = self.agreed = self._alone = 0
+        self.waits = True
         self._signals = signals
-        self._patience_s = patience_s
-        self._on_signal, self._on_stuck = on_signal, on_stuck
+        self.patience_s = float("inf")
+        self.on_signal: Callable[[int, int], None] | None = None
+        self.on_stuck: Callable[[], object] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
-        self._first_s: dict[signal.Signals, float] = {}  # of signals that were not acted on so far
-        self._last_s: dict[tuple[signal.Signals, bool], float] = {}
+        self._last_s: dict[signal.Signals, float] = {}
         self._numbers: Counter[signal.Signals] = Counter()
-        self._pushed: signal.Signals | None = None
-        self._pushed_s = 0.0
-        self._cut_loose = False
-        self._own: Counter[signal.Signals] = Counter()  # signals of this object, which are still to be counted
+        self._steps: list[tuple[float, Callable[[], object]]] = []  # what follows, and when, unless this rank acts
+        self._followed: signal.Signals | None = None
+        self._own: set[signal.Signals] = set()  # signals of this object, which are not counted
         self._process = os.getpid()
 
     def begin(
@@ -89,15 +83,8 @@ class RunSignals:
     ) -> bool:
         """Defers SIGINT from now on; workers that loaders fork later ignore it.
 
-        Args:
-            environment: Lightning's cluster environment, which detects SLURM.
-            patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
-            on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the
-                second SIGTERM.
-            on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
-
-        Returns:
-            False if the user's program has a handler for SIGINT: it is left alone.
+        Returns False if the user's program has a handler for SIGINT: it is left alone. ``environment`` is Lightning's
+        cluster environment, which detects SLURM. See the attributes for the other arguments.
         """
         signals = [signal.SIGTERM]
         requeue = getattr(environment, "requeue_signal", None)
@@ -106,12 +93,13 @@ class RunSignals:
         is_ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:
             signals.append(signal.SIGINT)
-        self.defer(signals, patience_s=patience_s, on_signal=on_signal, on_stuck=on_stuck)
+        self.defer(signals)
+        self.patience_s, self.on_signal, self.on_stuck = patience_s, on_signal, on_stuck
         self.waits = False
         if is_ours:
             self.hold(signal.SIGINT)
-        self._pusher = pusher = _Pusher(self)
-        pusher.start()
+        self._watch = _Watch(self)
+        self._watch.start()
         return is_ours
 
     def stage_starts(self, trainer: pl.Trainer, *, training: bool = False) -> None:
@@ -139,30 +127,57 @@ class RunSignals:
         if self.due and may_act:
             self.act()
 
+    def act(self) -> None:
+        """Calls the replaced handlers of all signals that are due; all ranks do so together."""
+        due, self.due, self._steps = self.due, 0, []
+        self.received &= ~due
+        self.agreed |= due
+        for signum in self._signals:
+            if due & self._bit(signum):
+                self._handle(signum)
+
     def agreed_on(self, error: BaseException) -> bool:
-        """True if ``error`` is raised by all ranks together."""
-        number = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}.get(type(error))
-        return number is not None and self.has_agreed(number)
+        """True if ``error`` is of a signal that all ranks have acted on together."""
+        signum = _ERRORS.get(type(error))
+        return signum in self._signals and bool(self.agreed & self._bit(signum))
 
-    def follow_failure(self, what: str) -> None:
-        """Acts on the signal that has ended another rank, if ``what`` names one; called in another thread.
+    def follow(self, signum: signal.Signals | None) -> None:
+        """Acts on a signal alone, or as another rank has done, if one has; called in another thread than the main one.
 
-        A signal that was late for that rank is late for this one, since both end with the same exit status.
+        The main thread acts as soon as it runs Python code. If it waits in a collective, the wait is ended a second
+        later; a process that does not leave another wait either is ended after ``patience_s`` more.
         """
-        number = signal_of(what)
-        if number is not None:
-            self.late = self.late or was_late(what)
-            self.follow(number)
+        if signum is not None and signum in self._signals and signal.getsignal(signum) == self._note:
+            stuck_s = time.monotonic() + _MAIN_THREAD_S
+            stuck = [] if self.on_stuck is None else [(stuck_s, self.on_stuck)]
+            self._steps = [*stuck, (stuck_s + self.patience_s, partial(os._exit, 128 + signum))]
+            self._followed = signum
+            self._own.add(signum)
+            _thread.interrupt_main(signum)
 
-    def end(self, trainer: pl.Trainer | None) -> None:
-        """Restores the handlers; ``trainer`` is about to restore the handlers from before it."""
-        if trainer is not None:
-            self._restore_at_teardown(trainer)
-        if self._pusher is not None:
-            self._pusher.stop()
-            self._pusher = None
-        self.release()
-        self._signals = []  # another rank's end by a signal no longer ends this rank
+    def push(self) -> None:
+        """Takes the steps whose time has come; called from time to time, in another thread than the main one."""
+        steps = self._steps
+        while steps and time.monotonic() > steps[0][0]:
+            steps.pop(0)[1]()
+
+    def count(self, number: int) -> None:
+        """Counts a signal; called by the thread that sees it arrive, or else by the handler."""
+        if number not in self._signals:
+            return
+        signum, now_s = signal.Signals(number), time.monotonic()
+        if signum in self._own:
+            self._own.discard(signum)
+            return
+        last_s, self._last_s[signum] = self._last_s.get(signum, float("-inf")), now_s
+        if now_s - last_s < (_SAME_TERMINATION_S if signum == signal.SIGTERM else SAME_INTERRUPT_S):
+            return
+        self._numbers[signum] += 1
+        if signum in _ERRORS.values() and not self._steps and not self._bit(signum) & (self.agreed | self._alone):
+            self._steps = [(now_s + self.patience_s, partial(self.follow, signum))]
+        ends = signum == signal.SIGINT or (signum == signal.SIGTERM and self._numbers[signum] > 1)
+        if ends and self.on_signal is not None:
+            self.on_signal(128 + signum, self._numbers[signum])  # the status of a shell
 
     def hold(self, *only: signal.Signals) -> None:
         """Replaces the signals' handlers, by default all; only the main thread can, other threads do nothing."""
@@ -171,167 +186,109 @@ class RunSignals:
                 if signal.getsignal(signum) != self._note:
                     self._handlers[signum] = signal.signal(signum, self._note)
 
-    def act(self) -> None:
-        """Calls the replaced handlers of all signals that are due; all ranks do so together."""
-        due, self.due = self.due, 0
-        self.received &= ~due
-        self.agreed |= due
-        for bit, signum in enumerate(self._signals):
-            if due & 1 << bit:
-                self._first_s.pop(signum, None)
-                if callable(self._handlers.get(signum)):
-                    self._handlers[signum](signum, None)
+    def end(self, trainer: pl.Trainer | None) -> None:
+        """Restores the handlers, and calls them for signals that were received and not acted on.
 
-    def has_agreed(self, signum: signal.Signals) -> bool:
-        """True if all ranks have acted on the signal together."""
-        return signum in self._signals and bool(self.agreed & 1 << self._signals.index(signum))
-
-    def follow(self, signum: signal.Signals) -> None:
-        """Acts on a signal on which another rank has acted alone; called in another thread than the main one."""
-        if signum in self._signals and signal.getsignal(signum) == self._note:
-            self._pushed, self._pushed_s = signum, time.monotonic()
-            self._own[signum] += 1
-            _thread.interrupt_main(signum)
-
-    def push(self) -> None:
-        """Acts on a signal that has waited too long; called from time to time, in another thread than the main one.
-
-        The main thread acts as soon as it runs Python code. If it waits in a collective, the wait is ended a second
-        later; a process that does not leave another wait either is ended after ``patience_s`` more.
+        ``trainer`` is about to restore the handlers from before it.
         """
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            first_s = self._first_s.get(signum)
-            is_overdue = first_s is not None and time.monotonic() - first_s > self._patience_s
-            if self._pushed is None and is_overdue:
-                self.late = True
-                self.follow(signum)
-        pushed, waited_s = self._pushed, time.monotonic() - self._pushed_s
-        if pushed is not None and not self._cut_loose and waited_s > _MAIN_THREAD_S:
-            self._cut_loose = True
-            if self._on_stuck is not None:
-                self._on_stuck()
-        elif pushed is not None and waited_s > _MAIN_THREAD_S + self._patience_s:
-            os._exit(128 + pushed)
-
-    def count(self, number: int) -> None:
-        """Counts a signal; called by the thread that sees it arrive, or else by the handler."""
-        if number not in self._signals:
-            return
-        signum = signal.Signals(number)
-        if self._own[signum] > 0:
-            self._own[signum] -= 1
-        elif not self._repeats(signum, handled=False):
-            self._first_s.setdefault(signum, time.monotonic())
-            self._numbers[signum] += 1
-            ends = signum == signal.SIGINT or (signum == signal.SIGTERM and self._numbers[signum] > 1)
-            if self._on_signal is not None and ends:
-                self._on_signal(128 + signum, self._numbers[signum])  # the status of a shell
-
-    def release(self) -> None:
-        """Restores the handlers, and calls them for signals that were received and not acted on."""
-        left = self.received & ~self.agreed  # a rank that acts sends the same signal to its children once more
-        for signum, handler in self._handlers.items():
+        if trainer is not None:
+            self._restore_at_teardown(trainer)
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
+        left, self.received = self.received & ~self.agreed, 0  # a rank that acts signals its children once more
+        handlers, self._handlers, self._steps = self._handlers, {}, []
+        for signum, handler in handlers.items():
             if signal.getsignal(signum) == self._note:
                 signal.signal(signum, handler)
-        self.received = 0
-        handlers, self._handlers = self._handlers, {}
-        for bit, signum in enumerate(self._signals):
+        signals, self._signals = self._signals, []  # another rank's end by a signal no longer ends this rank
+        for bit, signum in enumerate(signals):
             if left & 1 << bit and callable(handlers.get(signum)):
                 handlers[signum](signum, None)
 
-    def _repeats(self, signum: signal.Signals, *, handled: bool) -> bool:
-        """Whether the signal is the same as the one a moment ago."""
-        now_s = time.monotonic()
-        last_s, self._last_s[signum, handled] = self._last_s.get((signum, handled), float("-inf")), now_s
-        return now_s - last_s < (_SAME_TERMINATION_S if signum == signal.SIGTERM else SAME_INTERRUPT_S)
+    def _bit(self, signum: signal.Signals) -> int:
+        return 1 << self._signals.index(signum)
+
+    def _handle(self, signum: signal.Signals) -> None:
+        if callable(self._handlers.get(signum)):
+            self._handlers[signum](signum, None)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:
             return
         number = signal.Signals(signum)
-        bit = 1 << self._signals.index(number)
-        if self._pusher is None or not self._pusher.sees_arrivals:
+        if self._watch is None or not self._watch.sees_arrivals:
             self.count(number)
-        if self._pushed is number:
-            self._pushed = None
-            self._act_alone(number, bit)
-        elif not self._repeats(number, handled=True):
-            self.received |= bit
+        if self._followed is number:
+            self._followed = None
+            self._act_alone(number)
+        elif not self._bit(number) & (self.agreed | self._alone):
+            self.received |= self._bit(number)
             if not self.waits:
-                self._act_alone(number, bit)
+                self._act_alone(number)
 
-    def _act_alone(self, number: signal.Signals, bit: int) -> None:
+    def _act_alone(self, number: signal.Signals) -> None:
         """Acts without the other ranks; they learn of it as of an exception, so no handler may wait for them."""
-        self._first_s.pop(number, None)
-        if number == signal.SIGINT:
-            self.received &= ~bit
-            handler = self._handlers.get(number)
-            if callable(handler):
-                handler(number, None)
-        elif number == signal.SIGTERM:
-            self.received &= ~bit
+        if number not in _ERRORS.values():
+            return
+        self._steps = []
+        self._alone |= self._bit(number)
+        self.received &= ~self._alone
+        if number == signal.SIGTERM:
             raise SIGTERMException
+        self._handle(number)
 
     def _restore_at_teardown(self, trainer: pl.Trainer) -> None:
         if signal.SIGINT in self._handlers:
             restore_handler_at_teardown(trainer, signal.SIGINT, self._handlers[signal.SIGINT])
 
 
-class _Pusher(threading.Thread):
+class _Watch(threading.Thread):
     """Counts signals as they arrive, also while the main thread waits in C code; acts on those that wait too long.
 
-    Python's C handler writes each signal's number to a pipe at once; the handlers in Python run in the main thread.
+    Python's C handler writes each signal's number to a socket at once; the handlers in Python run in the main thread.
     """
 
-    def __init__(self, held: RunSignals) -> None:
+    def __init__(self, signals: RunSignals) -> None:
         super().__init__(name="signal-watch", daemon=True)
-        self._held = held
-        self._reader, self._writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.sees_arrivals = _take_wakeups(self._writer)
-        self._stopped = threading.Event()
+        self._signals = signals
+        self._reader, self._writer = socket.socketpair()
+        self._reader.settimeout(_POLL_S)
+        self._writer.setblocking(False)
+        self.sees_arrivals = _send_arrivals(self._writer.fileno())
 
     @override
     def run(self) -> None:
-        while not self._stopped.is_set():
-            if select.select([self._reader], [], [], _POLL_S)[0]:
-                for number in os.read(self._reader, 256):
-                    self._held.count(number)
-            self._held.push()
+        arrived = b""
+        while 0 not in arrived:
+            with suppress(TimeoutError):
+                for number in (arrived := self._reader.recv(256)):
+                    self._signals.count(number)
+            self._signals.push()
 
     def stop(self) -> None:
-        self._stopped.set()
-        with contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread, too
-            os.write(self._writer, b"\0")  # no signal has this number
+        self._writer.send(b"\0")  # no signal has this number
         self.join(1)
         if self.sees_arrivals:
-            _give_wakeups_back()
-        os.close(self._writer)
-        os.close(self._reader)
+            _send_arrivals(-1)
+        self._reader.close()
+        self._writer.close()
 
 
-_wakeups = -1  # this process's descriptor, if the C handler writes to one of ours
+_descriptor = -1  # to which the C handler writes the numbers
 
 
-def _take_wakeups(descriptor: int) -> bool:
+def _send_arrivals(descriptor: int) -> bool:
     """Makes the C handler write to ``descriptor``; False if the user's program has its own, or in another thread."""
-    global _wakeups
+    global _descriptor
     if threading.current_thread() is not threading.main_thread():
         return False
     before = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
-    if before != -1:
+    if before not in (-1, _descriptor):
         signal.set_wakeup_fd(before)
         return False
-    _wakeups = descriptor
+    _descriptor = descriptor
     return True
 
 
-def _give_wakeups_back() -> None:
-    """Also in a forked process: signals of a loader's worker are not its rank's."""
-    global _wakeups
-    ours, _wakeups = _wakeups, -1
-    with contextlib.suppress(ValueError):  # in another thread than the main one
-        if ours != -1 and (now := signal.set_wakeup_fd(-1)) != ours:
-            signal.set_wakeup_fd(now)
-
-
-os.register_at_fork(after_in_child=_give_wakeups_back)
+os.register_at_fork(after_in_child=lambda: _send_arrivals(-1))  # signals of a loader's worker are not its rank's

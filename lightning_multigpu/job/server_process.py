@@ -8,12 +8,11 @@ import subprocess
 import sys
 
 from lightning_multigpu.job.guardian.proc import ended_text
-from lightning_multigpu.job.guardian.workers import SERVER
 
 # With -P, and this process's path on standard input: -m would put the working folder before all other folders.
 _CODE = (
     "import json, sys; settings = json.loads(sys.stdin.readline()); sys.path[:] = settings.pop('path'); "
-    f"from {SERVER} import main; main(**settings)"
+    "from lightning_multigpu.engine.parameter_server.server import main; main(**settings)"
 )
 _END_S = 5.0
 

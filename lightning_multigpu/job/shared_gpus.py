@@ -2,34 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-SHARING_NCCL = (2, 31)
-"""The first version of NCCL that lets several ranks share a GPU."""
 SHARING_VARIABLE = "NCCL_MULTI_RANK_GPU_ENABLE"
-_NCCL_LIBRARY = "libnccl.so.2"
-
-
-def nccl_version() -> tuple[int, ...]:
-    """The version of the NCCL that this process has loaded.
-
-    ``torch.cuda.nccl.version()`` is that of the headers with which torch was built; another library may be preloaded.
-    """
-    number = ctypes.c_int()
-    # A preloaded library is in the global scope; that of torch's package is loaded, and found by its name only.
-    for name, mode in ((None, ctypes.DEFAULT_MODE), (_NCCL_LIBRARY, os.RTLD_NOW | os.RTLD_NOLOAD)):
-        with contextlib.suppress(OSError, AttributeError):
-            if ctypes.CDLL(name, mode=mode).ncclGetVersion(ctypes.byref(number)) == 0:
-                major, rest = divmod(number.value, 10_000)
-                return major, rest // 100, rest % 100
-    built_with: tuple[int, ...] = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
-    return built_with
+"""By this variable the user, or a bench, says that NCCL lets ranks share a GPU; it can from version 2.31 on."""
 
 
 def rank_devices(device_type: str, num_ranks: int, num_gpus: int) -> list[torch.device]:
@@ -45,26 +25,9 @@ def share_a_gpu(devices: Sequence[torch.device]) -> bool:
     return len(set(indices)) < len(indices)
 
 
-def ask_nccl_to_share() -> None:
-    """Sets the variable by which ranks that inherit it may share a GPU over NCCL, unless the user has set it."""
-    os.environ.setdefault(SHARING_VARIABLE, "1")
-
-
-def refusal_of_nccl() -> str | None:
-    """The reason why NCCL does not let ranks share a GPU here; None where it does."""
-    version = nccl_version()
-    variable = os.environ.get(SHARING_VARIABLE)
-    if version >= SHARING_NCCL and variable == "1":
-        return None
-    return (
-        f"ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 is set (here: NCCL "
-        f"{'.'.join(map(str, version))}, {SHARING_VARIABLE} {variable or 'unset'})"
-    )
-
-
 def sharing_backend() -> str:
     """The back end of ranks that share a GPU: NCCL where it lets them, else Gloo."""
-    return "nccl" if refusal_of_nccl() is None else "gloo"
+    return "nccl" if os.environ.get(SHARING_VARIABLE) == "1" else "gloo"
 
 
 def place(strategy: Any, devices: Sequence[torch.device], backend: str | None = None) -> None:

@@ -20,7 +20,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -37,10 +36,9 @@ class FailureReport:
     """What this process prints if a program does not catch the exception of a failure.
 
     Attributes:
-        in_full: print its traceback; one rank of the job does. A further rank with an exception of its own prints that
-            in one line.
+        in_full: print its traceback; one rank of the job does.
         print_failure: prints the failure, and the line that it is given; returns False if it cannot. None if the
-            failure is printed already, or is the program's.
+            failure is printed already.
         checkpoint: finds the file to resume from when the failure is printed; None for no such line.
         limit_exit: limits the time of the exit that follows.
     """
@@ -69,12 +67,10 @@ class FailureReport:
     def _traceback(self, error: BaseException) -> str:
         is_failures = getattr(error, _REPORT, None) is self
         is_own = self.failure.pid == os.getpid() and bool(self.failure.traceback)
-        if is_failures and not self.in_full:
-            return "".join(traceback.format_exception_only(error)) if is_own else ""
         if is_failures and not is_own:
-            return f"{folded(self.failure.traceback).rstrip()}\n"
+            return f"{folded(self.failure.traceback).rstrip()}\n" if self.in_full else ""
         found = traceback.TracebackException.from_exception(error)
-        found.__notes__ = [note for note in found.__notes__ or () if note != self.failure.summary()]  # the last line
+        found.__notes__ = [note for note in found.__notes__ or () if note != self.failure.describe()]  # the last line
         return f"{folded(''.join(found.format())).rstrip()}\n"
 
 
@@ -128,22 +124,19 @@ def limit_later_exit(timeout_s: float | None) -> None:
 
     None takes the limit back: the program has gone on to a further run.
     """
-    _LATER.update(timeout_s=timeout_s)
-    if timeout_s is not None:
-        _see_exit()
+    _LATER_S[:] = [] if timeout_s is None else [timeout_s]
 
 
-_LATER: dict[str, float | None] = {"timeout_s": None}
+_LATER_S: list[float] = []
 
 
-@cache
-def _see_exit() -> None:
-    def see() -> None:
-        if (timeout_s := _LATER["timeout_s"]) is not None:
-            limit_exit(timeout_s)
+def _begin_exit() -> None:
+    for timeout_s in _LATER_S:
+        limit_exit(timeout_s)
 
-    # Python calls functions of atexit after it has joined threads, and this before, as for concurrent.futures.
-    getattr(threading, "_register_atexit", atexit.register)(see)
+
+# Python calls functions of atexit after it has joined threads, and this before, as for concurrent.futures.
+getattr(threading, "_register_atexit", atexit.register)(_begin_exit)
 
 
 def _report_of(error: BaseException | None) -> FailureReport | None:

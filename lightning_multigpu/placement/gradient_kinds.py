@@ -1,9 +1,11 @@
-"""Kinds of gradients, and the rows of sparse ones."""
+"""Kinds of gradients."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_multigpu.placement.table import split_of
 
 ABSENT, SPARSE, DENSE = 0, 1, 2
 """Kinds; that of a sum is the largest, since a sum is dense as soon as one of the gradients is."""
@@ -13,21 +15,15 @@ def kind_of(gradient: Tensor | None) -> int:
     return ABSENT if gradient is None else SPARSE if gradient.is_sparse else DENSE
 
 
-def rows_of(gradient: Tensor) -> Tensor:
-    """Which rows a sparse gradient has, those of zeros too: bool, shape (rows of the parameter,)."""
-    rows = torch.zeros(gradient.shape[0], dtype=torch.bool)
-    rows[gradient.detach().coalesce().indices()[0].cpu()] = True
-    return rows
+def as_dense(gradient: Tensor, optimizer: Optimizer) -> Tensor:
+    """A gradient in the dense form in which owners update.
 
-
-def sparse(dense: Tensor, rows: Tensor | None) -> Tensor:
-    """The sparse gradient that has these rows of a dense one, and all others that are not zero.
-
-    An optimizer updates the moments of the rows that a gradient has, also where their values are zero.
+    Raises:
+        ValueError: it is sparse, and the optimizer may update only the rows that a sparse gradient has.
     """
-    present = (dense != 0).flatten(1).any(1) if dense.dim() > 1 else dense != 0
-    if rows is not None:
-        present |= rows.to(present.device)
-    return torch.sparse_coo_tensor(
-        present.nonzero().T, dense[present], dense.shape, is_coalesced=True, check_invariants=False
-    )
+    if gradient.is_sparse and split_of(optimizer) != "elements":
+        raise ValueError(
+            f"{type(optimizer).__name__} has sparse gradients, which owners update as dense ones, in all rows: use "
+            "SGD or Adagrad, sparse=False with Adam, or strategy='ring_ddp'"
+        )
+    return gradient.to_dense()

@@ -61,12 +61,6 @@ class OwnedPart:
             if parameter in self.pieces and (owned := self.pieces[parameter])[0] is not parameter:
                 owned[0].copy_(elements(parameter, owned[1]))
 
-    def write(self) -> None:
-        """Copies pieces that have their own memory to the parameters; each is a whole one."""
-        for parameter, (value, _) in self.pieces.items():
-            if value is not parameter:
-                parameter.copy_(value)
-
     def update(self, held: Groups, gradients: Mapping[Parameter, Tensor], **options: Any) -> None:
         """The optimizer's own step with these pieces of each group, and without hooks of the step.
 

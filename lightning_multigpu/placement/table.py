@@ -13,7 +13,7 @@ The rows are :class:`Piece`; functions cut tensors, and states of optimizers, by
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -38,8 +38,8 @@ _ELEMENTWISE = (
     optim.RMSprop,
     optim.Rprop,
 )
-# An element's new value depends on the whole tensor: its rows and columns, its norm, which of its rows have gradients.
-_TENSORWISE = (optim.Adafactor, optim.Muon, optim.SparseAdam)
+# An element's new value depends on the whole tensor: its rows and columns, its norm.
+_TENSORWISE = (optim.Adafactor, optim.Muon)
 
 
 def split_of(optimizer: Optimizer) -> Split:
@@ -153,45 +153,29 @@ class Layout:
 
 def bucket_parts(
     numels: Sequence[int], num_servers: int, split: Split, *, full_numel: float
-) -> list[list[list[Piece]]]:
-    """What travels together: for each bucket, the pieces of each server, whose offsets begin at 0 in each part.
+) -> list[tuple[int, list[Piece]]]:
+    """What travels together: a server, and its pieces of tensors, whose offsets begin at 0.
 
-    Buckets follow backward, which begins at the last tensor, so that the first ones can travel while it goes on. Where
-    tensors can be cut, each server has a part of every bucket, and a tensor larger than a bucket fills several; each
-    server has its own tensors of a bucket otherwise.
-
-    A bucket with ``full_numel`` elements takes no more. Where the update may relate any two parameters, one bucket
-    takes all.
+    The parts follow backward, which begins at the last tensor, so that the first ones can travel while it goes on.
+    Where tensors can be cut, parts are even, of ``full_numel`` elements at most, and go to the servers in turn.
+    Otherwise a part with ``full_numel`` elements takes no more tensors; where the update may relate any two parameters,
+    one takes all.
     """
-    buckets: list[list[Piece]] = [[]]
-    for number in reversed(range(len(numels))):
-        for piece in _cut(number, numels[number], full_numel if split == "elements" else math.inf):
-            if split != "nothing" and sum(p.numel for p in buckets[-1]) >= full_numel:
-                buckets.append([])
-            buckets[-1].append(piece)
-    owners = _whole_tensors(numels, num_servers if split == "tensors" else 1)
-    found = []
-    for bucket in buckets:
-        if split == "elements":
-            layout = Layout([piece.numel for piece in bucket], num_servers, split)
-            parts = [[_within(bucket[p.number], p) for p in layout.pieces(server)] for server in range(num_servers)]
-        else:
-            parts = [[piece for piece in bucket if piece.number in owned] for owned in owners]
-            parts += [[] for _ in range(num_servers - len(owners))]
-        found.append([from_0(part) for part in parts])
-    return found
-
-
-def _cut(number: int, numel: int, full_numel: float) -> Iterator[Piece]:
-    """A tensor in pieces of ``full_numel`` elements, one of less at the end."""
-    step = max(1, numel if full_numel >= numel else math.ceil(full_numel))
-    for start in range(0, max(numel, 1), step):
-        yield Piece(number, start, min(start + step, numel), 0)
-
-
-def _within(outer: Piece, inner: Piece) -> Piece:
-    """A piece of a piece, as a piece of the tensor."""
-    return Piece(outer.number, outer.start + inner.start, outer.start + inner.stop, inner.offset)
+    last, found = len(numels) - 1, []
+    if split == "elements":
+        num_parts = num_servers * max(1, math.ceil(sum(numels) / full_numel / num_servers))
+        backwards = Layout(numels[::-1], num_parts, split)
+        for k in range(num_parts):
+            pieces = [piece._replace(number=last - piece.number) for piece in backwards.pieces(k)]
+            found.append((k % num_servers, pieces))
+    for server, owned in enumerate(_whole_tensors(numels, num_servers if split == "tensors" else 1)):
+        pieces = []
+        for number in reversed(owned) if split != "elements" else ():
+            pieces.append(Piece(number, 0, numels[number], 0))
+            if number == owned[0] or (split == "tensors" and sum(piece.numel for piece in pieces) >= full_numel):
+                found.append((server, pieces))
+                pieces = []
+    return [(server, from_0(pieces)) for server, pieces in found if pieces]
 
 
 def from_0(pieces: Iterable[Piece]) -> list[Piece]:

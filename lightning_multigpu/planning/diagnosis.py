@@ -59,7 +59,7 @@ def diagnose(
     Args:
         ranks: all ranks of the run, in order; at least one.
         pipeline: the figures of a pipeline, if the model is split into stages.
-        shards: the traffic of parameter servers, in the order of the servers.
+        shards: the bytes of parameter servers' shards of the weights, in the order of the servers.
         strategy: the run's strategy, whose options the remedies name.
         asynchronous: ranks do not wait for each other; the findings are the slowest rank's.
     """
@@ -236,7 +236,7 @@ def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptio
     mean_s = sum(pipeline.busy_s.values()) / len(pipeline.busy_s)
     count, wall_s = pipeline.num_micro_batches, pipeline.wall_s
     fewer = ", or fewer micro-batches" if count > 1 else ""
-    more = strategy.with_pipeline(num_micro_batches=pipeline.more_micro_batches)
+    more = strategy.with_(num_micro_batches=pipeline.more_micro_batches)
     for kind, saving_s, evidence, remedy in (
         (
             "small micro-batches",
@@ -265,11 +265,11 @@ def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptio
 
 def _balance(strategy: StrategyOptions) -> str:
     counts = "the number of layers of each stage, balance=[...]"
-    if strategy.of_pipeline("split_points"):
+    if strategy.value("split_points"):
         return "Move split_points, so that the stages have as much work as each other."
-    if strategy.of_pipeline("balance") == "time":
+    if strategy.value("balance") == "time":
         return f'balance="time" cannot divide a layer: cut the largest layers into smaller ones, or pass {counts}.'
-    return f"Let the measured time of the layers decide: {strategy.with_pipeline(balance='time')}, or pass {counts}."
+    return f"Let the measured time of the layers decide: {strategy.with_(balance='time')}, or pass {counts}."
 
 
 def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions) -> Iterator[Finding]:
@@ -293,8 +293,6 @@ def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions
 
 def _even_shards(strategy: StrategyOptions, num_servers: int) -> str:
     elementwise = "an optimizer of torch that updates each element by itself (SGD, Adam, AdamW)"
-    if (split := strategy.chosen.get("optimizer_split")) not in (None, "elements"):
-        return f'Leave optimizer_split="{split}" out: the parameters of {elementwise} are then cut evenly.'
     fewer = "name fewer servers" if "servers" in strategy.chosen else strategy.with_(num_servers=num_servers - 1)
     return (
         f"Use {elementwise}: its parameters are cut evenly. With another one, make the largest layer smaller, or take "

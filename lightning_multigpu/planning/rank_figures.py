@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
+from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
@@ -40,6 +42,9 @@ class RankFigures:
         launches: the launches of that step's kernels; absent without a GPU.
         trace: the file of torch's profiler with that step, on the rank's host.
         reads: functions that wait for values of tensors in a step.
+        adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
+        others: the share of the processors, or of its GPU, that other processes took; only on one device.
+        model: parts of the model; only of ``ProfilerReport(for_plan=True)``.
     """
 
     rank: int
@@ -60,6 +65,9 @@ class RankFigures:
     launches: LaunchQueue | None = None
     trace: str | None = None
     reads: Sequence[ReadValues] = ()
+    adding_s: float = 0.0
+    others: float | None = None
+    model: ModelFigures | None = None
 
     @property
     def step_s(self) -> float:
@@ -72,6 +80,32 @@ class RankFigures:
     def own_s(self) -> float:
         """The step without waiting for others."""
         return self.step_s - self.of("communication", "stage_wait")
+
+
+class ReadyGradient(NamedTuple):
+    """A gradient's bytes, and the share of backward after which it is ready."""
+
+    size_bytes: int
+    share: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFigures:
+    """Parts of the model's step on one batch, from trial steps.
+
+    Attributes:
+        samples: of the batch; 0 if they cannot be counted.
+        flops: multiplications and additions of a step.
+        gradients: in the order in which they are ready; empty where the step runs backward by itself.
+        chain: the layers that a pipeline can cut.
+        refused: why there are no such layers.
+    """
+
+    samples: int
+    flops: float
+    gradients: Sequence[ReadyGradient] = ()
+    chain: ChainFigures | None = None
+    refused: str = ""
 
 
 @dataclass(frozen=True)

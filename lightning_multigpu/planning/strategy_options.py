@@ -21,23 +21,15 @@ class StrategyOptions:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     chosen: Mapping[str, Any] = field(default_factory=dict)
 
-    def of_pipeline(self, option: str) -> Any:
-        """The value of a pipeline's option; None where it is at its default."""
-        options = {**self.fixed, **self.chosen}
-        if self.class_name == "HybridStrategy":
-            options = options.get("pipeline") or {}
-        return options.get(option)
+    def value(self, option: str) -> Any:
+        """The value of an option; None where it is at its default."""
+        return {**self.fixed, **self.chosen}.get(option)
 
     def with_(self, **options: Any) -> str:
         """The strategy with some options changed, as code; the user's other options are to be kept."""
-        arguments = ", ".join(f"{name}={_text(value)}" for name, value in {**self.fixed, **options}.items())
+        values = {name: f'"{v}"' if isinstance(v, str) else repr(v) for name, v in {**self.fixed, **options}.items()}
+        arguments = ", ".join(f"{name}={value}" for name, value in values.items())
         return f"{self.class_name}({arguments})" if self.class_name else arguments
-
-    def with_pipeline(self, **options: Any) -> str:
-        """The same for the options of a pipeline."""
-        if self.class_name != "HybridStrategy":
-            return self.with_(**options)
-        return self.with_(pipeline={**(self.chosen.get("pipeline") or {}), **options})
 
     def with_compression(self) -> str | None:
         """The strategy with gradients in bfloat16, as code; None where that cannot be, or is so already."""
@@ -51,9 +43,3 @@ _EXCLUDE_COMPRESSION = {
     "HybridStrategy": frozenset({"compression"}),
 }
 """By class that has the option ``compression``: the options that exclude it."""
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(name)}: {_text(each)}" for name, each in value.items()) + "}"
-    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -133,11 +133,10 @@ class HeldMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerFigures:
-    """A parameter server: bytes from and to all ranks."""
+    """A parameter server: bytes of its shards of the weights."""
 
     server: int
-    bytes_in: int
-    bytes_out: int
+    weights_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,7 +319,7 @@ def _profile(
     findings = diagnose(
         ranks,
         pipeline=pipelines[0].figures() if pipelines else None,
-        shards=[server.bytes_in + server.bytes_out for server in servers.servers] if servers else [],
+        shards=[server.weights_bytes for server in servers.servers] if servers else [],
         strategy=strategy,
         asynchronous=bool(servers and servers.workers),  # they alone have a staleness
     )

@@ -1,41 +1,37 @@
-"""Predictions of strategies as a table, as a plot of the terminal or a picture, and as JSON."""
+"""Predictions of strategies as a table, and as JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from lightning_multigpu.planning.numbers import number, size
+from lightning_multigpu.planning.scaling.machine_model import QUIET
 from lightning_multigpu.planning.scaling.ranking import Ranking
 from lightning_multigpu.planning.scaling.step_model import Prediction
 from lightning_multigpu.report.schema import as_json, attributes
 from lightning_multigpu.report.terminal import narrow, say
 
 SCHEMA_VERSION = 1
-_BAR = 40
-_BUSY = 0.05
 _LIMITS = {"exposed communication": "comm.", "computation": "comp."}
 
 
-def show(ranking: Ranking, picture_path: Path | None, json_path: Path | None) -> None:
-    """Prints a ranking to standard output, and writes its picture and its JSON where there is a path."""
+def show(ranking: Ranking, json_path: Path | None) -> None:
+    """Prints a ranking to standard output, and writes its JSON where there is a path."""
     print_ranking(Console(file=sys.stdout), ranking)
-    if picture_path is not None:
-        picture_path.write_bytes(picture(ranking, picture_path.suffix))
-        print(f"Picture: {picture_path}")
     if json_path is not None:
         json_path.write_text(json.dumps(document(ranking), indent=2) + "\n")
         print(f"Plans as JSON: {json_path}")
 
 
 def print_ranking(console: Console, ranking: Ranking) -> None:
-    """Prints the model, the table, the plot, what is impossible, and the explanation."""
+    """Prints how disturbed it is, the model, the table, what is impossible, and the explanation."""
     model, one = ranking.model, ranking.one
+    say(console, *_disturbances(ranking))
     batches = f", accumulate_grad_batches={one.candidate.accumulate}" if one.candidate.accumulate > 1 else ""
     say(
         console,
@@ -43,15 +39,13 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
         f"on one device {number(1e3 * one.step_s)} ms a step, {number(one.samples_per_s)} samples/s",
     )
     table = narrow()  # all columns fit on 80 characters
-    table.add_column("strategy", overflow="fold", width=20)
-    for title in ("nodes x ranks", "step ms", "x one", "eff.", "comm.", "bubble", "memory"):
-        longest = max(map(len, title.split()))
-        table.add_column(title, justify="right", min_width=longest, no_wrap=title in ("eff.", "memory"))
+    table.add_column("strategy", overflow="fold", min_width=20)
+    for title in ("nodes\nranks", "step\nms", "x one", "eff.", "comm.", "bubble", "memory"):
+        table.add_column(title, justify="right", no_wrap=True)
     table.add_column("limit", no_wrap=True)
     for each in [*ranking.predictions, *ranking.too_large]:
         table.add_row(*_row(each, one, fits=each not in ranking.too_large))
     console.print(table)
-    say(console, *plot(ranking))
     reasons: dict[str, list[str]] = {}
     for candidate, _, reason in ranking.impossible:
         reasons.setdefault(reason, []).append(str(candidate))
@@ -61,10 +55,17 @@ def print_ranking(console: Console, ranking: Ranking) -> None:
         sent = ", ".join(f"{size(bytes_)} over the {link}" for link, bytes_ in first.sent_bytes.items())
         memory = f"{first.memory.kinds}, activations {size(first.activations_bytes)}"
         say(console, f"{first.candidate}: {memory}; sends {sent} a step")
-    if model.waiting > _BUSY:
-        busy = f"Other processes had the core for {100 * model.waiting:.0f} % of the measurement"
-        say(console, f"{busy}: repeat this on a quiet machine.")
     say(console, "", *ranking.explanation())
+
+
+def _disturbances(ranking: Ranking) -> list[str]:
+    """How much other processes took while the model and the machine were measured."""
+    worlds = dict.fromkeys(str(each.world) for each in ranking.predictions)
+    shares = {f"the calibration of {world}": ranking.machine.disturbed.get(world, 0.0) for world in worlds}
+    shares["the measurement of the model"] = ranking.model.disturbed
+    busy = [f"{100 * share:.0f} % of the processors during {what}" for what, share in shares.items() if share > QUIET]
+    lines = [f"warning: other processes took {each}" for each in busy]
+    return [*lines, "Times below may be wrong: repeat this on a quiet machine."] if lines else []
 
 
 def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
@@ -73,8 +74,9 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
 
     candidate = each.candidate
     mesh = " x ".join(str(size) for size in candidate.options.values())
+    options = [f" {option}={value}" for option, value in candidate.options.items()]
     return [
-        f"hybrid {mesh}" if candidate.strategy == "hybrid" else str(candidate),
+        f"hybrid {mesh}" if candidate.strategy == "hybrid" else "\n".join([candidate.strategy, *options]),
         str(each.world),
         number(1e3 * each.step_s),
         f"{each.samples_per_s / one.samples_per_s:.2f}",
@@ -83,20 +85,6 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
         share(each.bubble_s),
         size(each.memory_bytes),
         _LIMITS.get(each.limit, each.limit) if fits else "memory",
-    ]
-
-
-def plot(ranking: Ranking) -> list[str]:
-    """Bars of samples a second, the best of each strategy."""
-    best: dict[str, Prediction] = {}
-    for each in ranking.predictions:
-        best.setdefault(each.candidate.strategy, each)
-    most = max((each.samples_per_s for each in best.values()), default=1.0)
-    width = max((len(name) for name in best), default=0)
-    return [
-        f"{name:<{width}}  {'#' * max(1, round(_BAR * each.samples_per_s / most)):<{_BAR}}  "
-        f"{number(each.samples_per_s)} samples/s on {each.world}"
-        for name, each in best.items()
     ]
 
 
@@ -124,27 +112,3 @@ def _prediction(each: Prediction) -> dict[str, Any]:
         "memory": {**as_json(each.memory), "activations_bytes": each.activations_bytes},
         **attributes(each, "sent_bytes", "limit"),
     }
-
-
-def picture(ranking: Ranking, suffix: str = ".svg") -> bytes:
-    """Samples a second over devices, a line for each strategy, beside the line of perfect scaling.
-
-    ``suffix`` is that of the file: ".svg", ".png" or ".pdf".
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    of_strategy: dict[str, list[tuple[int, float]]] = {}
-    for each in ranking.predictions:
-        of_strategy.setdefault(str(each.candidate), []).append((each.world.size, each.samples_per_s))
-    for name, points in of_strategy.items():
-        axes.plot(*zip(*sorted(points), strict=True), marker="o", label=name)
-    sizes = sorted({1, *(each.world.size for each in ranking.predictions)})
-    axes.plot(sizes, [n * ranking.one.samples_per_s for n in sizes], "k--", linewidth=1, label="one device x devices")
-    axes.set_xlabel("devices")
-    axes.set_ylabel("samples/s")
-    axes.legend(fontsize="small")
-    buffer = BytesIO()
-    figure.savefig(buffer, format=suffix.removeprefix("."))
-    return buffer.getvalue()

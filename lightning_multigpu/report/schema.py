@@ -99,7 +99,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
         if not isinstance(value, Mapping):
             raise _wrong(place, value, "an object")
         if origin in (dict, Mapping):
-            return {key: _read(inner[1], item, f"{place}, {key}") for key, item in value.items()}
+            return {inner[0](key): _read(inner[1], item, f"{place}, {key}") for key, item in value.items()}
         lacking = [key for key, each, _ in _fields(kind) if key not in value and _is_required(each)]
         if lacking:
             raise ReportError(f"{place} has no {lacking[0]!r}")

@@ -2,49 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.strategies import ParallelStrategy, Strategy
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import plain_optimizer
+from lightning_multigpu._lightning_internals import IS_INTERACTIVE
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
-from lightning_multigpu.engine.data_parallel.agreement import AgreedLoader, LossReduction, UnevenInputs, full_batch_size
-from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
-from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.training_memory import measured_bytes
-from lightning_multigpu.job.batch_feed import BatchFeed, complete_resumed_epoch, global_batch_text
-from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import whole_io
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs, full_batch_size
+from lightning_multigpu.engine.data_parallel.common_values import CommonValues
+from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
+from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.data_parallel.replicas import check_replicas
+from lightning_multigpu.engine.data_parallel.trained_parameters import (
+    TrainedParameters,
+    check_embeddings,
+    check_has_shapes,
+    not_ignored,
+)
+from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.job.batch_feed import BatchFeed, check_loaders, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.failure_watch import FailureWatch, advise_resuming
-from lightning_multigpu.job.joining import Joining
+from lightning_multigpu.job.joining import Joining, check_model, table_of
+from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
+from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.strategies import option_checks, rank_run
-from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
+from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
-from lightning_multigpu.strategies.common_parameters import CommonParameters
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
-from lightning_multigpu.strategies.steps.share_proof import ShareProof
+from lightning_multigpu.strategies.pack_strategy import PackStrategy
+from lightning_multigpu.strategies.steps.dry_run import ShareProof, check_takes_batch
+from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -56,7 +66,7 @@ StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-class MultiGPUStrategy(ParallelStrategy):
+class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     """Base class of the strategies that start ranks.
 
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
@@ -91,14 +101,13 @@ class MultiGPUStrategy(ParallelStrategy):
             ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
         verify_steps: so many batches of a fit are compared before they train: on each rank the gradients of two halves
             have to add up to those of the batch, as they do unless the loss couples the samples of a batch; see
-            :class:`.SumCheck`. 0 compares nothing. Has no effect in manual optimization.
+            :class:`.PartsCheck`. 0 compares nothing. Has no effect in manual optimization.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
             the same values; a difference raises an error that names the parameters and the ranks. None checks at the
             end of a fit only, 0 never. A check reads all parameters once.
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
             the layers of each ``nn.Sequential`` and ``nn.ModuleList`` that is in no other one (in a pipeline, for its
             layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
-            :class:`HybridStrategy` takes it as an option of its ``pipeline``.
 
     Raises:
         ValueError: an option is out of its range; the message names the value, the limit and the fix. With
@@ -159,13 +168,31 @@ class MultiGPUStrategy(ParallelStrategy):
         self.joining = Joining(self.failure_watch)
         self.feed = BatchFeed(uneven_inputs, loss_reduction, self.signals)
         self._start_method: StartMethod = start_method
-        self.common = CommonParameters(self, check_replicas_every_n_steps)
-        self.averaging: AveragedGradients = getattr(self, "averaging", None) or AveragedGradients(self)
-        self.steps = UserSteps(self, activation_checkpointing)
+        self.check_replicas_every = check_replicas_every_n_steps
+        self.steps = UserSteps(self.feed, activation_checkpointing)
         self.share_proof = ShareProof(self, verify_steps)
         self.saves = RunCheckpoints(self)
-        self.owned = OwnedOptimizers(self)
+        self.owned = OwnedOptimizers()
         self._undo = ExitStack()  # of a run
+        self._accumulates = False
+        self._forget_run()
+
+    def _forget_run(self) -> None:
+        """Forgets what ranks have in common during a run.
+
+        Sets:
+            values: what ranks compare at each batch.
+            buffers: keeps the module's buffers equal; None where a family does not.
+            reducer: averages gradients over the data axis; None where a family moves them otherwise.
+            given: averages gradients that the user's code puts in place; None if it can put none.
+            _trained: the parameters whose gradients are averaged in backward; None if none are.
+        """
+        self.values = CommonValues()
+        self.buffers: ModuleBuffers | None = None
+        self.reducer: GradientReducer | None = None
+        self.given: GivenGradients | None = None
+        self._trained: TrainedParameters | None = None
+        self._steps_unchecked = 0
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -174,13 +201,7 @@ class MultiGPUStrategy(ParallelStrategy):
         names = (name for each in strategies for name in option_checks.options_of(each, eval_str=False))
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
-    @property
-    def _module(self) -> pl.LightningModule:
-        """The user's module; the Trainer sets it before it calls any hook."""
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    # What callbacks ask, beside Lightning's own interface. The defaults fit strategies whose ranks all do the same.
+    # What callbacks ask, beside Lightning's own interface and PackStrategy's answers
 
     @property
     def options(self) -> dict[str, Any]:
@@ -189,9 +210,8 @@ class MultiGPUStrategy(ParallelStrategy):
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
             "verify_steps": self.share_proof.num_steps,
-            "check_replicas_every_n_steps": self.common.check_every,
+            "check_replicas_every_n_steps": self.check_replicas_every,
             "activation_checkpointing": self.steps.recomputed,
-            **self.averaging.options,
         }
 
     @property
@@ -202,72 +222,11 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def loss_scale(self) -> float:
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
-        return 1.0 if self.averaging.steps_alone and self.feed.counts else self.feed.loss_scale
-
-    def holds(self, parameter: Tensor) -> bool:
-        """True if this rank has the values of a parameter of the module, and of its gradient."""
-        return not isinstance(parameter, Placeholder)
-
-    def held_bytes(self) -> HeldBytes:
-        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
-
-        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
-        not count. Of several devices that one rank drives only the first holds bytes between two steps.
-        """
-        held = measured_bytes(self._module.parameters(), self.optimizers)
-        return replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
-
-    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
-
-        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
-        alone.
-
-        Args:
-            name: the same for all values that belong together.
-            value: of types that JSON has.
-        """
-        return None
-
-    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
-        """A list that gets the values of all ranks when training ends; None if collectives still work then.
-
-        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
-
-        Args:
-            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
-        """
-        return None
-
-    def server_statistics(self) -> Any:
-        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers.
-
-        They are :class:`~lightning_multigpu.engine.parameter_server.server_statistics.ServerStatistics`.
-        """
-        return None
-
-    def split_plan(self) -> SplitPlan | None:
-        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
-        return None
-
-    def record_stages(self) -> None:
-        """Records the passes of this rank's stages of a pipeline in every following fit."""
-
-    def stage_record(self) -> StageRecord | None:
-        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
-
-        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
-        """
-        return None
+        return self.feed.loss_scale
 
     def is_common(self, error: BaseException) -> bool:
         """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
         return self.signals.agreed_on(error)
-
-    @property
-    def _spare_bytes(self) -> int:
-        """Bytes of buffers in which gradients travel."""
-        return self.averaging.bucket_bytes
 
     # The mesh
 
@@ -291,11 +250,6 @@ class MultiGPUStrategy(ParallelStrategy):
     def groups(self) -> ProcessGroups | None:
         """The process groups of the run; None outside of one."""
         return self.collectives.groups
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """The ranks along the axes data, pipeline and tensor; None outside a run."""
-        return None if self.groups is None else self.groups.mesh
 
     @property
     def process_group_backend(self) -> str | None:
@@ -339,6 +293,11 @@ class MultiGPUStrategy(ParallelStrategy):
         assert self.groups is not None
         return self.groups.new(axis, backend=backend, descending=descending)
 
+    @property
+    def _data_axis(self) -> MeteredGroup:
+        """The ranks that average gradients, filed by the meter as "data"."""
+        return self.metered(self.collectives.data.group, "data")
+
     def metered(self, group: dist.ProcessGroup, name: str) -> MeteredGroup:
         """The collectives of ``group``, filed by the meter under ``name``."""
         return metered_group(group, self.meter, name, self.root_device)
@@ -353,7 +312,7 @@ class MultiGPUStrategy(ParallelStrategy):
         Other objects than tensors are returned. The input is not changed. The mean of integers is a floating-point
         number.
         """
-        value = self.steps.weighted(tensor, reduce_op, group)
+        value = self.steps.weighted(tensor, reduce_op, group, self.loss_scale)
         metered = self.collectives.over(group) if isinstance(tensor, Tensor) else None
         return value if metered is None else metered.all_reduce(value, reduce_op, checked=f"reduce ({reduce_op})")
 
@@ -399,6 +358,13 @@ class MultiGPUStrategy(ParallelStrategy):
         votes = int(world.all_reduce(torch.tensor(int(decision)), "sum", checked="reduce_boolean_decision"))
         return votes == world.size if all else votes > 0
 
+    def agree_after_batch(self, stops: bool) -> bool:
+        """Whether any rank stops after this batch; ranks tell each other of their next batches by the way."""
+        announcer = self.feed.announcer
+        if announcer is None or not announcer.is_due or self.collectives.over(dist.group.WORLD) is None:
+            return self.reduce_boolean_decision(stops, all=False)
+        return announcer.agree(stops)
+
     # Starting and ending
 
     @override
@@ -408,12 +374,38 @@ class MultiGPUStrategy(ParallelStrategy):
     @property
     def run_context(self) -> RunContext:
         """The ranks, devices and limits of the run, as they are set now."""
-        return rank_run.context_of(self)
+        assert self.cluster_environment is not None
+        return RunContext(
+            environment=self.cluster_environment,
+            devices=tuple(self.parallel_devices or ()),
+            num_nodes=self.num_nodes,
+            backend=self.process_group_backend,
+            failure_timeout_s=self.failure_timeout_s,
+            hang_report_s=self.hang_report_s,
+            join_timeout_s=self.join_timeout_s,
+        )
 
     @override
     def _configure_launcher(self) -> None:
-        self._launcher = rank_run.launcher_of(self)
-        self.averaging.check_precision()
+        """Makes the launcher of the ranks.
+
+        Raises:
+            ValueError: a setting of the Trainer does not fit, or there is no script that further ranks could run.
+        """
+        run, start_method = self.run_context, self._start_method
+        option_checks.check_run(run, sync_batchnorm=self._layer_sync is not None)
+        if start_method == "spawn" and IS_INTERACTIVE:
+            start_method = "fork"  # a spawned process cannot import the code of a notebook
+        if start_method == "popen" and IS_INTERACTIVE and not run.environment.creates_processes_externally:
+            name = self.name_with_spawn
+            spawning = f"{type(self).__name__}(start_method='spawn')" if name is None else repr(name)
+            raise ValueError(
+                f"in a notebook or a REPL there is no script that further ranks could run: use strategy={spawning}"
+            )
+        if start_method == "popen":
+            self._launcher = ScriptLauncher(run, self.joining, self.check_before_launch)
+        else:
+            self._launcher = SpawnLauncher(self, run, self.joining, self.check_before_launch, start_method)
 
     def check_before_launch(self, trainer: pl.Trainer) -> None:
         """Checks the run before any process is started, and calls this method of the callbacks that have it.
@@ -421,42 +413,95 @@ class MultiGPUStrategy(ParallelStrategy):
         Raises:
             ValueError: the strategy cannot run the module, or a callback refuses the run.
         """
-        rank_run.check_before_launch(self, trainer)
-
-    def _showing_parts(self) -> AbstractContextManager[None]:
-        """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
-        return nullcontext()
+        super().check_before_launch(trainer)
+        module, is_fit = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
+        if self.data_parallel_size > 1 and is_fit:
+            check_embeddings(module)
+        if is_fit and (self.tensor_parallel_size > 1 or self.share_proof.num_steps):
+            check_takes_batch(module)
+        if not is_overridden("configure_model", module):  # it makes the layers later
+            if is_fit:
+                check_has_shapes(module)
+            self.steps.choose_layers(trainer)
 
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
-        rank_run.join(self)
+        self._join()
+
+    def _join(self) -> None:
+        """Connects this rank to the others, whose settings have to be alike; signals are deferred from then on."""
+        run, watch = self.run_context, self.failure_watch
+        reset_seed()
+        trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
+        callbacks = [] if trainer is None else trainer.callbacks
+        settings = {
+            "strategy": type(self),
+            **{f"option {name}": value for name, value in self.options.items()},
+            "precision": self.precision_plugin.precision,
+            "accumulate_grad_batches": getattr(trainer, "accumulate_grad_batches", 1),
+            **{
+                type(c).__name__: dict(sorted(c.scheduling.items()))
+                for c in callbacks
+                if isinstance(c, GradientAccumulationScheduler)
+            },
+        }
+        with self.joining.limited(run):
+            groups = ProcessGroups(
+                run.environment,
+                self.root_device,
+                (self.data_parallel_size, self.pipeline_parallel_size, self.tensor_parallel_size),
+                backend=run.backend,
+                timeout=self._timeout,
+                store=self.joining.meet(run, table_of(run, settings)),
+            )
+            self._process_group_backend = groups.backend
+            self.collectives.join(groups)
+        watch.joined(groups.cut, run.world_size)
+        self.meter.notes, client = watch.flight_recorder, watch.client
+        assert client is not None
+        counts = self.signals.begin(
+            run.environment,
+            patience_s=run.failure_timeout_s,
+            on_signal=client.signalled,
+            on_stuck=watch.cut_loose,
+        )
+        if counts:
+            client.counts_interrupts()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        rank_run.check(self, trainer)
+        self._check_module(trainer)
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self.steps.choose_layers(trainer)
         self.share_proof.begin_fit()
 
-    @override
-    def setup_optimizers(self, trainer: pl.Trainer) -> None:
-        super().setup_optimizers(trainer)
-        self.averaging.watch_given_gradients()
+    def _check_module(self, trainer: pl.Trainer) -> None:
+        """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
+        module, is_fit = self._module, trainer.state.fn == TrainerFn.FITTING
+        if is_fit:
+            check_has_shapes(module)
+        check_loaders(trainer)
+        if self.groups is not None:
+            check_model(module, self.collectives.world)
+        if self.data_parallel_size > 1 and is_fit:
+            check_embeddings(module)  # those of configure_model too
 
     @override
     def teardown(self) -> None:
         with self.saves.keeping_states(self._owned):
             self.owned.end()
             self._undo.close()
-            self.averaging.close()
             self.failure_watch.leave()
             self.meter.notes = None
+            self.feed.announcer = None
             self.signals.end(None if self.lightning_module is None else self.lightning_module._trainer)
-            self.common.reset()
+            if self.reducer is not None:
+                self.reducer.close()
+            self._forget_run()
             self.saves.remote = None
             super().teardown()
             self.collectives.leave()
@@ -468,8 +513,12 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _begin_alike(self, model: Module, ranks: MeteredGroup) -> Module:
         """Applies SyncBatchNorm, and gives all ranks the values of the first one; for families without torch's DDP."""
-        self.common.share_values(ranks)
+        self._share_values(ranks)
         return model if self._layer_sync is None else self._layer_sync.apply(model)
+
+    def _share_values(self, ranks: MeteredGroup) -> None:
+        """Gives all ranks the first one's values of parameters and buffers; a collective."""
+        ranks.broadcast_tensors([*self._module.parameters(), *self._module.buffers()], src=ranks.first_rank)
 
     def _register_ddp_hooks(self) -> None:
         """Does nothing: where Lightning's ``DDPStrategy`` calls it, what averages is attached to the wrapper."""
@@ -482,40 +531,32 @@ class MultiGPUStrategy(ParallelStrategy):
 
         In training a resumed run goes on in the middle of an epoch; elsewhere no sample is repeated.
         """
-        distributed = self.feed.distribute(
+        return self.feed.distribute(
             dataloader,
             self._module.trainer,
             rank=self.data_parallel_rank,
             num_replicas=self.data_parallel_size,
-            meter=self.meter,
-            control_group=self.collectives.control,
+            group=self.metered(self.collectives.hosts, "control"),
             ranks_a_batch=self._model_parallel_size,
-            common=self.common.values.number,
-            on_agreed=lambda found: self.common.check_differences(found.common),
+            common=self.values.number,
+            on_agreed=lambda found: self.values.check(found.common, self.gather_objects),
         )
-        if isinstance(distributed, AgreedLoader) and self.groups is not None:
-            self.groups.settle_control = distributed.settle
-        return distributed
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
-        self.averaging.follow_changes()
+        if self._trained is None or self._ranks_may_differ or not self._trained.has_changed(self.optimizers):
+            return
+        self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
+        self.values.watch(self._common_parameters())
+        self._follow_changes()
+
+    def _follow_changes(self) -> None:
+        """Averages gradients of the parameters that are trained from now on, since hooks have changed them."""
 
     # Checkpoints
-
-    @property
-    @override
-    def checkpoint_io(self) -> CheckpointIO:
-        """The user's plugin, or one that leaves no half-written files."""
-        self._checkpoint_io = whole_io(self._checkpoint_io)
-        return self._checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
 
     # What the ranks of a family hold decides these functions; Lightning's hooks follow.
 
@@ -526,14 +567,9 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def _settle_values(self) -> None:
         """Gives all ranks the values of a checkpoint, where ranks may hold different ones; a collective."""
-        self.averaging.average_model()
 
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         """``module.state_dict()`` of one device on rank 0, from this rank's; a collective of those that gather."""
-        return state
-
-    def _own_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this rank loads of ``module.state_dict()`` of one device."""
         return state
 
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -566,10 +602,6 @@ class MultiGPUStrategy(ParallelStrategy):
         return self._whole_weights(state) if self.saves.gathers else state
 
     @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self.saves.load_weights(checkpoint, strict)
-
-    @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
         return self.saves.whole_state(optimizer)
@@ -594,32 +626,8 @@ class MultiGPUStrategy(ParallelStrategy):
     # Training
 
     @property
-    def _owned(self) -> Collection[Optimizer]:
-        """The optimizers whose states were dealt out to ranks or servers when this fit started; empty if none were."""
+    def _owned(self) -> Collection[Optimizer]:  # type: ignore[override]
         return self.owned.steps
-
-    @property
-    @override
-    def optimizers(self) -> list[Optimizer]:
-        """The optimizers of this fit.
-
-        Raises:
-            ValueError: on assignment, if another optimizer comes in mid-fit and states have owners.
-        """
-        return self._optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Optimizer]) -> None:
-        plain = [*map(plain_optimizer, optimizers)]
-        check_owned(plain, self._owned)
-        known = {id(optimizer) for optimizer in self._optimizers}
-        if new := [optimizer for optimizer in plain if id(optimizer) not in known]:
-            self._check_new(new)
-        Strategy.optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-
-    def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
-        """Raises ValueError for optimizers, of a new fit or put in place during one, that the strategy cannot step."""
-        check_belong(self._module, optimizers)
 
     @override
     def on_train_start(self) -> None:
@@ -629,7 +637,8 @@ class MultiGPUStrategy(ParallelStrategy):
         share_stops(trainer)
         self.signals.stage_starts(trainer, training=True)
         self._tell_global_batch()
-        self.common.begin()
+        counts_hooks = any(step.average is not None for step in self.owned.steps.values())
+        self.values.begin(self.optimizers, self._common_parameters(), counts_hooks=counts_hooks)
         self.meter.discard()
 
     @override
@@ -637,12 +646,12 @@ class MultiGPUStrategy(ParallelStrategy):
         super().on_validation_start()
         self.signals.stage_starts(self._module.trainer)
         self._settle_values()
-        self.common.share_buffers()
-        self.common.average_buffers()
+        self._settle_buffers()
 
-    @override
-    def on_validation_end(self) -> None:
-        self.meter.discard()
+    def _settle_buffers(self) -> None:
+        """Gives all ranks the same buffers, where the family keeps them equal; a collective."""
+        if self.buffers is not None and self.groups is not None and not self.failure_watch.failed:
+            self.buffers.settle()
 
     @override
     def on_test_start(self) -> None:
@@ -662,12 +671,11 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self.averaging.tell_compression()
         self._settle_values()
-        if self.common.check_every != 0:
-            self.common.check_replicas()
+        if self.check_replicas_every != 0:
+            self._check_replicas()
         self.signals.training_ends(self.gather_objects)
-        self.common.average_buffers()
+        self._settle_buffers()
 
     def _loss_scaler_scale(self) -> float:
         """The factor of losses and gradients under 16-mixed, else 1."""
@@ -680,44 +688,78 @@ class MultiGPUStrategy(ParallelStrategy):
 
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step."""
-        self.averaging.end_step()
+        if self.reducer is not None and self.reducer.compressed is not None:
+            self.reducer.end_step(self._loss_scaler_scale())
+
+    # What ranks have in common
 
     @property
     def replicas_differ(self) -> bool:
         """True while ranks may hold different values of the same parameters."""
-        return self.averaging.replicas_differ
+        return False
 
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
-        named = self.common.not_ignored(self._module.named_parameters())
+        named = not_ignored(self._module, self._module.named_parameters())
         return [(self.collectives.data, [(name, value) for name, value in named if self.holds(value)])]
 
     @property
     def _ranks_may_differ(self) -> bool:
         """Whether ranks may hold different values of the same parameters at some time."""
-        return self.averaging.ranks_may_differ
+        return False
+
+    def _common_parameters(self) -> dict[str, Tensor]:
+        """The parameters of which all ranks hold the same values at all times, by name."""
+        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self._ranks_may_differ:
+            return {}
+        return dict(not_ignored(self._module, self._module.named_parameters()))
+
+    def _check_replicas(self) -> None:
+        """Checks that ranks which train the same parameters hold the same values; a collective."""
+        if self.replicas_differ or self.failure_watch.failed:
+            return
+        self._steps_unchecked = 0
+        with self._showing_parts():
+            for group, parameters in self._held_in_common():
+                check_replicas(parameters, self.metered(group.group, "replicas"))
+
+    def _watch_given_gradients(self) -> bool:
+        """Makes :attr:`given` if the user's code can set gradients between backward and the step."""
+        module = self._module
+        if self.data_parallel_size > 1 and (not module.automatic_optimization or reads_gradients(module)):
+            self.given = GivenGradients(self._data_axis, lambda: self.loss_scale)
+        return self.given is not None
+
+    def _note_averages(self) -> None:
+        """Notes the gradients, which are averages now."""
+        if self.given is not None:
+            self.given.note(self._module.parameters())
+
+    # Steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self.share_proof.begin_step(*args, *kwargs.values())
-        self.averaging.begin_step()
-        with self.steps.running():
-            return super().training_step(*args, **kwargs)
+        if self.buffers is not None:
+            self.buffers.before_step(accumulates=self._accumulates)
+        data_rank = None if self._model_parallel_size > 1 else self.data_parallel_rank
+        with self.steps.running(self._module, self.root_device, data_rank):
+            output = super().training_step(*args, **kwargs)
+        self.values.look()
+        return output
 
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within the block gradients are accumulated, and stay on their ranks."""
-        with super().block_backward_sync(), self.owned.accumulating():
+        with super().block_backward_sync(), replaced(self, _accumulates=True), self.owned.accumulating():
             yield
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self.loss_scale != 1.0:
             closure_loss = closure_loss * self.loss_scale
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self.averaging.end_backward()
-        return loss
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _updating(self) -> AbstractContextManager[None]:
         """The block in which an optimizer steps, its closure included."""
@@ -726,11 +768,14 @@ class MultiGPUStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._updating():
-            self.common.values.look()
+            self.values.look()
             self._watch_states()
             output = super().optimizer_step(*args, **kwargs)
             self.on_optimizer_step_end()
-            self.common.stepped()
+            self.values.accept()
+            self._steps_unchecked += 1
+            if self.check_replicas_every and self._steps_unchecked >= self.check_replicas_every:
+                self._check_replicas()
             self.meter.end_step()
             if (recorder := self.failure_watch.flight_recorder) is not None:
                 recorder.completed(self._module.trainer.global_step + 1)  # Lightning counts the step later

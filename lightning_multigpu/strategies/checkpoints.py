@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -18,7 +17,6 @@ from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.replaced_attributes import replaced
-from lightning_multigpu.job.checkpoint_files.last_checkpoint import await_file
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.placement.owned_step import groups_alone
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
@@ -119,18 +117,10 @@ class RunCheckpoints:
     # Loading
 
     def agree_on(self, path: Any) -> Any:
-        """The file that rank 0 has chosen: each rank might find another file to be the newest. A collective.
-
-        Raises:
-            FileNotFoundError: this host does not see that file.
-        """
-        strategy = self._strategy
-        path, exists = strategy.broadcast((path, os.path.exists(str(path))))
-        if exists:
-            await_file(path, strategy.failure_watch.check)
-        if strategy._maps_checkpoints:
-            map_files(strategy.checkpoint_io)
-        return path
+        """The file that rank 0 has chosen: each rank might find another file to be the newest. A collective."""
+        if self._strategy._maps_checkpoints:
+            map_files(self._strategy.checkpoint_io)
+        return self._strategy.broadcast(path)
 
     def load_weights(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Gives the module what this rank holds of the weights."""

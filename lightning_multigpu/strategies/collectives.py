@@ -52,12 +52,13 @@ class Collectives:
             hosts = groups.over([self._world.ranks], backend="gloo")
             assert hosts is not None
             self._hosts = self._metered(hosts, "world")
-        self._data = self._metered(groups.mesh.get_group("data"), "metrics")
+        self._data = self._metered(groups.data, "metrics")
 
-    def control(self) -> dist.ProcessGroup:
-        """All ranks, for small messages between hosts; a collective of the whole world."""
-        assert self.groups is not None
-        return self.groups.control()
+    @property
+    def hosts(self) -> dist.ProcessGroup:
+        """All ranks, over a back end between hosts, during a run."""
+        assert self._hosts is not None
+        return self._hosts.group
 
     def leave(self) -> None:
         """Leaves the groups at the end of the run."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, partialmethod
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,13 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.plugins import LayerSync, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
-    attributes_of_lightning,
     forget_loader_states,
     is_compiled,
     tell_device,
@@ -55,19 +54,16 @@ from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.checkpoints import RunCheckpoints
-from lightning_multigpu.strategies.rank_run import check_callbacks_before_launch
+from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_LOG = "log"  # replaced on each replica while a step runs
 
-
-class DataParallelStrategy(SingleDeviceStrategy):
+class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
     """Data parallel training in one process: each device computes a part of each batch, with a replica of the model.
 
     It is ``dp`` as in PyTorch Lightning 1.9. No process starts, ``world_size`` is 1, and the loader's ``batch_size`` is
@@ -93,17 +89,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
     strategy_name = "dp"
     starts_ranks = False
     owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
-    # What needs no second rank is as in the strategies that start some; so are answers to callbacks that ask for more.
-    check_before_launch = staticmethod(check_callbacks_before_launch)
-    _owned, _check_new, optimizers = (), MultiGPUStrategy._check_new, MultiGPUStrategy.optimizers
-    checkpoint_io = MultiGPUStrategy.checkpoint_io
-    _own_weights, load_model_state_dict = MultiGPUStrategy._own_weights, MultiGPUStrategy.load_model_state_dict
-    _showing_parts = MultiGPUStrategy._showing_parts
-    on_validation_end = MultiGPUStrategy.on_validation_end
-    holds, held_bytes, _spare_bytes = MultiGPUStrategy.holds, MultiGPUStrategy.held_bytes, 0
-    newest_of_ranks, gather_at_end = MultiGPUStrategy.newest_of_ranks, MultiGPUStrategy.gather_at_end
-    server_statistics, split_plan = MultiGPUStrategy.server_statistics, MultiGPUStrategy.split_plan
-    record_stages, stage_record = MultiGPUStrategy.record_stages, MultiGPUStrategy.stage_record
 
     def __init__(
         self,
@@ -133,13 +118,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._recomputation: Recomputation | None = None
         self._threads: ReplicaThreads | None = None
         self._intra_op_threads: int | None = None
-        self._has_warned = False
         self._seen: set[str] = set()  # the steps that have run
-
-    @property
-    def _module(self) -> pl.LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
 
     @property
     def options(self) -> dict[str, Any]:
@@ -219,7 +198,7 @@ class DataParallelStrategy(SingleDeviceStrategy):
         self._threads = ReplicaThreads(self.devices)
         self._recomputation = None
         if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            self._recomputation = Recomputation(self._module, self._activation_checkpointing, warn=rank_zero_warn)
+            self._recomputation = Recomputation(self._module, self._activation_checkpointing)
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -248,25 +227,14 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     # Steps
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
-            return self._step("training_step", *args, **kwargs)
+    def _in_context(self, hook: str, context: str, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)():
+            return self._step(hook, *args, **kwargs)
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._step("validation_step", *args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._step("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._step("predict_step", *args, **kwargs)
+    training_step = partialmethod(_in_context, "training_step", "train_step_context")
+    validation_step = partialmethod(_in_context, "validation_step", "val_step_context")
+    test_step = partialmethod(_in_context, "test_step", "test_step_context")
+    predict_step = partialmethod(_in_context, "predict_step", "predict_step_context")
 
     def _step(self, hook: str, batch: Any, *others: Any, **options: Any) -> Any:
         """Runs a step of the module on the parts of a batch, one for each replica; returns the output for the batch.
@@ -290,7 +258,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
             replicas = self._replicas.make(len(parts))
         for replica, device in zip(replicas[1:], self.devices[1:], strict=False):
             tell_device(replica, device)
-        attributes = {**vars(replicas[1])}
         calls = [
             partial(_call_recorded, replica, hook, part, *others, **options)
             for replica, part in zip(replicas, parts, strict=True)
@@ -303,7 +270,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
         has_drawn = _generators() != generators
         self._check_unchanged(hook, parameters)
-        self._warn_of_lost_attributes(hook, attributes, vars(replicas[1]))
         self._metrics.merge()
         sizes = [leading_size(part) or 1 for part in parts]
         if hook != "training_step":
@@ -399,18 +365,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
             memory_bytes=0 if on_gpus else sent,
             on_stream=on_gpus,
         )
-
-    def _warn_of_lost_attributes(self, hook: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        if self._has_warned:
-            return
-        known = {_LOG, *attributes_of_lightning()}
-        changed = [name for name, value in after.items() if name not in known and before.get(name, before) is not value]
-        if changed:
-            self._has_warned = True
-            rank_zero_warn(
-                f"{hook} sets self.{', self.'.join(changed)}: under dp only the first replica's value stays, which it "
-                "computes from its part of the batch; return the value from the step, or log it"
-            )
 
     # Training
 

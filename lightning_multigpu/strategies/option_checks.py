@@ -7,24 +7,19 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import get_all_start_methods
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_multigpu._suggest import did_you_mean
-from lightning_multigpu._usable_cores import usable_cores
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.shared_gpus import refusal_of_nccl, share_a_gpu
-
-F = TypeVar("F", bound=Callable[..., Any])
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, share_a_gpu, sharing_backend
 
 SHORTEST_OF_HOSTS_S = 5.0
-_START_METHODS = ("spawn", "fork", "forkserver")
 
 
 def check_choice(name: str, value: object, choices: Collection[str]) -> None:
@@ -63,19 +58,6 @@ def check_options(owner: str, options: Iterable[str], known: Collection[str]) ->
             raise TypeError(f"{owner} has no option {name!r}. {hint}")
 
 
-def takes_options_of(other: type) -> Callable[[F], F]:
-    """Adds the options of ``other`` to the signature of a constructor that takes them among its ``**options``."""
-
-    def add(function: F) -> F:
-        own = inspect.signature(function)
-        *named, further = own.parameters.values()
-        given = [*named, *options_of(other).values(), further]
-        function.__signature__ = own.replace(parameters=given)  # type: ignore[attr-defined]
-        return function
-
-    return add
-
-
 def options_of(strategy: type, *, eval_str: bool = True) -> dict[str, inspect.Parameter]:
     """The options of a strategy's own constructor, by name."""
     own = inspect.signature(strategy.__init__, eval_str=eval_str).parameters  # type: ignore[misc]
@@ -89,8 +71,7 @@ def own_options(strategy: type, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_options_of_all(options: Mapping[str, Any]) -> None:
     """Checks the options that every strategy that starts ranks has, by name."""
-    usable = ("popen", *(method for method in _START_METHODS if method in get_all_start_methods()))
-    check_choice("start_method", options["start_method"], usable)
+    check_choice("start_method", options["start_method"], ("popen", *get_all_start_methods()))
     check_choice("uneven_inputs", options["uneven_inputs"], ("stop", "join"))
     if not callable(options["loss_reduction"]):
         check_choice("loss_reduction", options["loss_reduction"], ("mean", "sum"))
@@ -106,62 +87,43 @@ def check_options_of_all(options: Mapping[str, Any]) -> None:
 
 
 def check_devices(devices: Sequence[torch.device]) -> None:
-    """Checks the types of the devices of this host's ranks; warns of ranks that share a GPU or a CPU core."""
+    """Checks the types of the devices of this host's ranks."""
     if wrong := next((device.type for device in devices if device.type not in ("cpu", "cuda")), None):
         raise ValueError(
             f"accelerator={wrong!r}: the strategies of this pack run on CPUs and CUDA GPUs; "
             "pass accelerator='cpu' or accelerator='gpu'"
         )
-    cores, indices = usable_cores(), [device.index or 0 for device in devices if device.type == "cuda"]
-    if not indices and len(devices) > cores:
-        rank_zero_warn(
-            f"devices={len(devices)}: this process may use {cores} CPU core{'s' * (cores != 1)}, so that ranks share "
-            f"cores and slow each other down; devices={cores} or fewer avoids it"
-        )
-    if len(set(indices)) < len(indices):
-        rank_zero_warn(
-            f"parallel_devices={indices}: ranks that share a GPU share its time and memory, which is good for tests "
-            "and courses only"
-        )
 
 
-def check_shared_gpus(devices: Sequence[torch.device], backend: str | None) -> None:
-    """Checks that the process group back end lets the ranks of this host share a GPU, where they do."""
-    if not share_a_gpu(devices) or _backend_for(backend or "nccl", "cuda") != "nccl":
-        return
-    refusal = refusal_of_nccl()
-    if refusal is not None:
-        raise ValueError(
-            f"parallel_devices={[device.index or 0 for device in devices]}: {refusal}; pass "
-            "process_group_backend='gloo', or name each GPU once"
-        )
-
-
-def check_backend(backend: str | None, device_type: str) -> None:
+def check_backend(backend: str | None, device_type: str, devices: Sequence[torch.device] = ()) -> None:
     """Checks that this build of torch has the process group back end, and that it moves tensors of ``device_type``.
 
-    ``backend`` is a name ("gloo", "nccl"), a name for each device ("cpu:gloo,cuda:nccl"), or None for the default.
+    Where ranks of this host share one of ``devices``, NCCL has to let them.
+
+    Args:
+        backend: a name ("gloo", "nccl"), a name for each device ("cpu:gloo,cuda:nccl"), or None for the default.
     """
-    moves = {name: devices for name, devices in dist.Backend.backend_capability.items() if name != "fake"}
-    usable = [n for n, devices in moves.items() if device_type in devices and dist.is_backend_available(n)]
-    if backend is not None and _backend_for(backend, device_type) not in usable:
+    name = (backend or "nccl").lower()
+    if ":" in name:
+        name = dict(part.partition(":")[::2] for part in name.replace(" ", "").split(",")).get(device_type, "")
+    moves = {each: of for each, of in dist.Backend.backend_capability.items() if each != "fake"}
+    usable = [each for each, of in moves.items() if device_type in of and dist.is_backend_available(each)]
+    if backend is not None and name not in usable:
         raise ValueError(
             f"process_group_backend={backend!r} moves no tensors on {device_type!r} in this build of torch; pass "
             f"{' or '.join(map(repr, usable))}, or leave the option out"
         )
-
-
-def _backend_for(backend: str, device_type: str) -> str:
-    if ":" not in backend:
-        return backend.lower()
-    return dict(part.partition(":")[::2] for part in backend.lower().replace(" ", "").split(",")).get(device_type, "")
+    if name == "nccl" and share_a_gpu(devices) and sharing_backend() != "nccl":
+        raise ValueError(
+            f"parallel_devices={[device.index or 0 for device in devices]}: ranks share a GPU over NCCL from version "
+            f"2.31 on, where {SHARING_VARIABLE}=1 is set; pass process_group_backend='gloo', or name each GPU once"
+        )
 
 
 def check_run(run: RunContext, *, sync_batchnorm: bool) -> None:
     """Checks the Trainer's settings for a strategy: devices, hosts, back end and SyncBatchNorm."""
     check_devices(run.devices)
-    check_backend(run.backend, run.device_type)
-    check_shared_gpus(run.devices, run.backend)
+    check_backend(run.backend, run.device_type, run.devices)
     if run.num_nodes > 1 and run.failure_timeout_s < SHORTEST_OF_HOSTS_S:  # the guardians could take one for failed
         raise ValueError(
             f"failure_timeout_s={run.failure_timeout_s:g} with num_nodes={run.num_nodes}: it must be "
@@ -176,21 +138,16 @@ def check_run(run: RunContext, *, sync_batchnorm: bool) -> None:
 
 
 def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fewest_stages: int = 2) -> None:
-    """Checks that there are enough ranks for a pipeline.
-
-    ``fewest_stages`` is 2, or 1 if the ranks also split layers.
-    """
-    num_devices = run.ranks_per_host
+    """Checks that there are enough ranks for a pipeline; it may have 1 stage if ranks also split layers."""
     if num_stages < fewest_stages:
-        given = "one device a pipeline" if num_devices > 1 else f"devices={num_devices}"
         raise ValueError(
-            f"{given}: a pipeline has a stage on each device and needs 2 or more; pass devices=2, or "
-            "leave strategy= out to train on one device"
+            f"{num_stages} device{'s' * (num_stages != 1)} a pipeline: a pipeline has a stage on each device and needs "
+            "2 or more; pass devices=2, or leave strategy= out to train on one device"
         )
     if run.world_size % num_stages:
         raise ValueError(
             f"pipeline_parallel_size={num_stages} does not divide the {run.world_size} ranks of {run.num_nodes} x "
-            f"{num_devices} devices into pipelines; pass a divisor of {run.world_size}"
+            f"{run.ranks_per_host} devices into pipelines; pass a divisor of {run.world_size}"
         )
     if sync_batchnorm:
         raise ValueError(

@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu.communication.compression import Compressor
+from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
+from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.communication.tensors import alike, apply_flat
+from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
+from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, not_ignored, unused_error
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook")
+_OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
 class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
@@ -67,11 +82,205 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         ddp_comm_hook: Callable[..., Any] | None = None,
         **options: Any,
     ) -> None:
-        averaging = option_checks.own_options(RingDDPStrategy, locals())
-        self.averaging = AveragedGradients(self, averaging, options)
-        super().__init__(**self.averaging.lightnings_options, **options)
+        self._given = given = option_checks.own_options(RingDDPStrategy, locals())
+        _check(given, options)
+        super().__init__(**{name: given[name] for name in _OF_LIGHTNING}, **options)
+        self._transport = GradientTransport(
+            bucket_cap_mb=bucket_cap_mb,
+            compressor=None if compression is None else make_compressor(compression),
+            shared_memory=shared_memory,
+        )
 
     @override
-    def _setup_model(self, model: Module) -> DistributedDataParallel:
-        self.averaging.open()
-        return self.averaging.wrap(model)
+    def _forget_run(self) -> None:
+        super()._forget_run()
+        self._models: ModelAverager | None = None  # with average_every
+
+    @property
+    @override
+    def options(self) -> dict[str, Any]:
+        given = {name: value for name, value in self._given.items() if name not in _OF_LIGHTNING}
+        return {**super().options, **given, **self._transport.options}
+
+    @property
+    @override
+    def loss_scale(self) -> float:
+        return 1.0 if self._models is not None and self.feed.counts else super().loss_scale
+
+    @property
+    @override
+    def _ranks_may_differ(self) -> bool:
+        return self._models is not None
+
+    @property
+    @override
+    def replicas_differ(self) -> bool:
+        return self._models is not None and self._models.steps_alone > 0
+
+    @property
+    def _spare_bytes(self) -> int:  # type: ignore[override]
+        if self._trained is None or self._given["gradient_as_bucket_view"]:
+            return 0
+        return sum(parameter.nbytes for parameter in self._trained.averaged)
+
+    # Setting up
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        plugin, average_every = self.precision_plugin, self._given["average_every"]
+        if average_every > 1 and getattr(plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"average_every={average_every} with precision={plugin.precision!r}: ranks that "
+                "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
+            )
+
+    @override
+    def _setup_model(self, model: Module) -> Any:
+        if self.data_parallel_size == 1 and self._given["ddp_comm_hook"] is None:
+            return model  # there is nothing to average
+        self._open()
+        return self._wrapped(model)
+
+    def _open(self) -> None:
+        """Makes what moves gradients between the ranks of a run; a collective of the world."""
+        assert self.groups is not None
+        given = self._given
+        if given["broadcast_buffers"]:
+            self.buffers = ModuleBuffers(self._module, self._data_axis)
+        self.reducer = self._transport.open(
+            self.groups,
+            self.meter,
+            ranks_per_host=self.num_processes,
+            hook=None if given["ddp_comm_hook"] is None else (given["ddp_comm_state"], given["ddp_comm_hook"]),
+            warn=rank_zero_warn,
+        )
+        if given["average_every"] > 1:
+            self._models = ModelAverager(given["average_every"], self.reducer.average)
+
+    def _wrapped(self, model: Module, **options: Any) -> DistributedDataParallel:
+        """The module in torch's wrapper, which fills buckets with gradients; the reducer moves them."""
+        assert self.reducer is not None
+        is_hooked = self._given["ddp_comm_hook"] is not None
+        bucket_cap_mb = self._transport.bucket_cap_mb_of(self._module, self.reducer, is_hooked=is_hooked)
+        self._trained = TrainedParameters(self._module)
+        self._pl_static_graph_delay_done = False  # of Lightning's DDPStrategy
+        with self._showing_parts():
+            wrapped = DistributedDataParallel(
+                model,
+                device_ids=None if self.root_device.type == "cpu" else [self.root_device.index],
+                process_group=self.collectives.data.group,
+                bucket_cap_mb=bucket_cap_mb,
+                **{name: self._given[name] for name in _OF_TORCH},
+                **options,
+            )
+            # Done by ModuleBuffers, where the meter sees it, and never in the middle of validation. Set after
+            # construction, in which DDP sends rank 0's buffers: torch 2.13 renamed the flag, and the old argument would
+            # leave them as they are.
+            wrapped.broadcast_buffers = wrapped.forward_sync_buffers = False
+            self.reducer.attach(wrapped)
+        return wrapped
+
+    @override
+    def setup_optimizers(self, trainer: pl.Trainer) -> None:
+        super().setup_optimizers(trainer)
+        if self.reducer is None or self._models is not None or not self._watch_given_gradients():
+            return  # nothing is averaged, ranks step with gradients of their own, or user code sets none
+        plugin, module = self.precision_plugin, self._module
+        post_backward, hooks_before_step = plugin.post_backward, getattr(plugin, HOOKS_BEFORE_STEP)
+
+        def noted(*args: Any) -> Tensor:
+            if self._synchronises:
+                self._note_averages()
+            return post_backward(*args)
+
+        def averaged(model: Module, optimizer: Optimizer) -> None:
+            assert self.given is not None
+            hooks_before_step(model, optimizer)
+            ignored = {*module.parameters()} - {p for _, p in not_ignored(module, module.named_parameters())}
+            listed = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            self.given.average(parameter for parameter in listed if parameter not in ignored)
+
+        methods: dict[str, Any] = {"post_backward": noted, HOOKS_BEFORE_STEP: averaged}
+        self._undo.callback(PluginMethods(plugin, **methods).end)
+
+    # Training
+
+    @property
+    def _synchronises(self) -> bool:
+        """Whether the present batch ends an accumulation."""
+        return isinstance(self.model, DistributedDataParallel) and bool(self.model.require_backward_grad_sync)
+
+    @override
+    def _follow_changes(self) -> None:
+        """Wraps the module anew: torch's wrapper averages gradients of what was trainable when it was made."""
+        model = self.model
+        assert model is not None
+        assert self.reducer is not None
+        if isinstance(model, DistributedDataParallel):
+            del model.reducer, model.logger  # with them go its buckets
+            model = model.module
+            self.reducer.detach()
+        if any(parameter.requires_grad for parameter in self._module.parameters()):
+            self.model = self._wrapped(model, init_sync=False)
+        else:
+            self.model, self._trained = model, TrainedParameters(self._module)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._models is not None:
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model.require_backward_grad_sync = False
+        return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Waits for the averages, of which none may lack; averages parameters unfrozen within the step here."""
+        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        if self.reducer is None:
+            return loss
+        is_complete = self.reducer.finish()
+        if self._synchronises:
+            assert self._trained is not None
+            if not is_complete:
+                raise unused_error(self._trained.without_gradient(), "RingDDPStrategy")
+            missed = self._trained.missed(self.optimizers, self.gather_objects)
+            for gradients in alike(parameter.grad for parameter in missed if parameter.grad is not None):
+                apply_flat(self.reducer.average, gradients)
+        return loss
+
+    @override
+    def on_optimizer_step_end(self) -> None:
+        super().on_optimizer_step_end()
+        if self._models is not None and self._models.stepped():
+            self._settle_values()
+
+    @override
+    def _settle_values(self) -> None:
+        """Averages the models of ranks that have stepped alone; a collective."""
+        if self._models is None or self.failure_watch.failed:
+            return  # a failed run saves this rank's own weights
+        if self._models.average(self._module.parameters(), self.optimizers) and self.buffers is not None:
+            self.buffers.settle()
+
+
+def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
+    switches = (*_OF_TORCH, "broadcast_buffers", "shared_memory")
+    option_checks.check_bools(**{name: options[name] for name in switches})
+    if options["bucket_cap_mb"] is not None:
+        option_checks.check_number("bucket_cap_mb", options["bucket_cap_mb"])
+    average_every = options["average_every"]
+    option_checks.check_number("average_every", average_every, whole=True)
+    given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
+    if average_every > 1 and given:
+        raise ValueError(
+            f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
+            "models are averaged; leave one of the two out"
+        )
+    if options["static_graph"] and (steps := of_all.get("verify_steps")):
+        raise ValueError(
+            f"verify_steps={steps} and static_graph=True: DDP would count the gradients of the comparison among those "
+            "of the first step; leave one of the two out"
+        )
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)}: both choose how gradients travel; leave one of the two out")

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
@@ -51,8 +52,6 @@ class ShardedStrategy(MultiGPUStrategy):
             only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
-        offload_optimizer: on GPUs, keep the optimizer's states in the host's memory, and let the CPU update each rank's
-            parameters: gradients and new values of S/N cross the bus in each step.
         gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
             still be saved. False leaves each rank its own; checkpoints can then be saved only during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
@@ -71,7 +70,6 @@ class ShardedStrategy(MultiGPUStrategy):
         bucket_cap_mb: float = 1.0,
         find_unused_parameters: bool | None = None,
         broadcast_buffers: bool = True,
-        offload_optimizer: bool = False,
         gather_at_end: bool = True,
         **options: Any,
     ) -> None:
@@ -83,18 +81,15 @@ class ShardedStrategy(MultiGPUStrategy):
         option_checks.check_bools(
             find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
-            offload_optimizer=offload_optimizer,
             gather_at_end=gather_at_end,
         )
         option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
         super().__init__(**options)
-        self.common.broadcasts_buffers = broadcast_buffers
         self._given = option_checks.own_options(ShardedStrategy, locals())
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         # During a run:
         self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
-        self._trained: TrainedParameters | None = None
         self._missed: list[Parameter] = []
         self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
 
@@ -112,22 +107,11 @@ class ShardedStrategy(MultiGPUStrategy):
         super().setup_environment()
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
-        self._check_offload(self.run_context.device_type)
-
-    def _check_offload(self, device_type: str) -> None:
-        if self._given["offload_optimizer"] and device_type == "cpu":
-            raise ValueError(
-                "offload_optimizer=True on CPU: states are in the host's memory anyway; leave it out, or pass "
-                "accelerator='gpu'"
-            )
-
-    @override
     def _setup_model(self, model: Module) -> Module:
         self._group = self.metered(self.collectives.data.group, "shards")
-        self.common.buffers = self.metered(self.collectives.data.group, "data")
-        return self._begin_alike(model, self.common.buffers)
+        if self._given["broadcast_buffers"]:
+            self.buffers = ModuleBuffers(self._module, self._data_axis)
+        return self._begin_alike(model, self._data_axis)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -140,8 +124,8 @@ class ShardedStrategy(MultiGPUStrategy):
         assert self._group is not None
         self._in_parts.clear()
         self._check_optimizers()
-        self.common.watch_given_gradients()
-        self.owned.begin(self._transport)
+        self._watch_given_gradients()
+        self.owned.begin(self.optimizers, self._transport, self.given)
         self._wrap()
         group, owns = self._group, [transport.owns for transport in self.owned.transports]
         self.owned.methods = PluginMethods(
@@ -155,7 +139,7 @@ class ShardedStrategy(MultiGPUStrategy):
         from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
         assert self._group is not None
-        return ShardTransport(optimizer, self._group, self._bucket_bytes, offload=self._given["offload_optimizer"])
+        return ShardTransport(optimizer, self._group, self._bucket_bytes)
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None
@@ -188,7 +172,7 @@ class ShardedStrategy(MultiGPUStrategy):
             {p: owner for transport in self.owned.transports for p, owner in transport.shards.owners.items()},
             self._group,
             bucket_bytes=self._bucket_bytes,
-            shows_all=self.common.given is not None,
+            shows_all=self.given is not None,
             find_unused=not module.automatic_optimization if find_unused is None else find_unused,
         )
 
@@ -201,32 +185,22 @@ class ShardedStrategy(MultiGPUStrategy):
             self.owned.end()
             if self._gradients is not None:
                 self._gradients.close()
-            self._group = self._gradients = self._trained = None
+            self._group = self._gradients = None
             self._missed.clear()
             super().teardown()
 
     # Training
 
     @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        super().on_train_batch_start(batch, batch_idx)
-        if self._trained is not None and self._trained.has_changed(self.optimizers):
-            self.common.share_changes(self._trained)  # hooks have frozen, unfrozen or added parameters
-            for step in self.owned.steps.values():
-                step.place_new()
-            self._wrap()
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        if self.common.buffers_due:
-            self.common.share_buffers()
-        self.common.buffers_due = self._gradients is None or not self._gradients.accumulates
-        return super().training_step(*args, **kwargs)
+    def _follow_changes(self) -> None:
+        for step in self.owned.steps.values():
+            step.place_new()
+        self._wrap()
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Within the block gradients are only accumulated."""
-        with nullcontext() if self._gradients is None else self._gradients.no_sync():
+        with super().block_backward_sync(), nullcontext() if self._gradients is None else self._gradients.no_sync():
             yield
 
     @override
@@ -242,23 +216,20 @@ class ShardedStrategy(MultiGPUStrategy):
             self._gradients.finish()
             if not self._gradients.accumulates:
                 self._average_missed()
-                self.common.note_averages()
+                self._note_averages()
         yield
 
     def _average_missed(self) -> None:
         """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
         assert self._trained is not None
         assert self._group is not None
-        missed = self._trained.missed(self.optimizers)
-        if not missed:
-            return
-        self.common.compare_changes(dict.fromkeys(missed, "trained"))
+        missed = self._trained.missed(self.optimizers, self.gather_objects)
         for transport in self.owned.transports:
-            for parameter in filter(transport.has, missed.values()):
+            for parameter in filter(transport.has, missed):
                 assert parameter.grad is not None
                 average = self._group.all_reduce(parameter.grad, "mean")
                 parameter.grad = average if transport.owns(parameter) else None
-        self._missed.extend(missed.values())
+        self._missed += missed
 
     @override
     def on_optimizer_step_end(self) -> None:

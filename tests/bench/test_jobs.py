@@ -145,6 +145,14 @@ class TestPlacement:
         assert placement(4, environment={}).local_ranks == (0, 1, 2, 3)
         assert placement(None, environment={}).world_size == 2
 
+    def test_emulate_decides_how_many(self) -> None:
+        """Two hosts without --num-nodes calibrated alone, at the same time, into one file."""
+        emulated = {"PL_TRAINER_NUM_NODES": "2", "PL_TRAINER_DEVICES": "1", "MASTER_ADDR": "a", "NODE_RANK": "1"}
+        place = placement(None, None, emulated)
+        assert (place.num_agents, place.devices, place.node_rank) == (2, 1, 1)
+        with pytest.raises(ValueError, match="--num-nodes=1, and the launcher has started 2"):
+            placement(1, 1, emulated)
+
     def test_several_hosts(self) -> None:
         place = _place(1, 1234)
         assert (place.agent, place.num_agents, place.world_size) == (1, 2, 4)

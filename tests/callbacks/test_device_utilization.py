@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_multigpu.callbacks import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks import device_utilization as module
-from lightning_multigpu.callbacks.device_utilization import BackgroundSampler
+from lightning_multigpu.callbacks.device_utilization import Sampler
 from tests.callbacks.training import RecordingLogger, Regression, batches, trainer
 
 NEVER_S = 3600.0
@@ -45,7 +45,7 @@ def test_an_interval_has_the_mean_of_its_samples(tmp_path: Path, probe: FakeProb
     class Sampling(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             assert monitor._sampler is not None
-            monitor._sampler._take_one()
+            monitor._sampler.sample()
             return super().training_step(batch, batch_idx)
 
     logger = RecordingLogger()
@@ -125,7 +125,7 @@ def test_a_sensor_that_hangs_does_not_hang_the_training(monkeypatch: pytest.Monk
         assert released.wait(30)
         return {}
 
-    sampler = BackgroundSampler(hang, interval_s=1e-3)
+    sampler = Sampler(hang, interval_s=1e-3)
     sampler.start()
     assert hanging.wait(30)
     sampler.stop()

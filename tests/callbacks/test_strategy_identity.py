@@ -47,17 +47,3 @@ def test_the_name_that_fixes_most_of_the_options_wins() -> None:
 def test_options_that_somebody_chose(options: dict[str, Any], shown: dict[str, Any]) -> None:
     assert identify(RingDDPStrategy(**options)) == ("ring_ddp", shown)
     json.dumps(shown)
-
-
-def test_options_are_json_whatever_they_are() -> None:
-    class Strange(RingDDPStrategy):
-        def __init__(self, *, plan: Any = None) -> None:
-            super().__init__()
-            self.plan = plan
-
-    class Thing: ...
-
-    plan = {"layers": (1, 2), "kind": Thing, "made": Thing()}
-    _, options = identify(Strange(plan=plan))
-    where = f"{Thing.__module__}.{Thing.__qualname__}"
-    assert options == {"plan": {"layers": [1, 2], "kind": where, "made": where}}

@@ -201,21 +201,10 @@ class TestAccepted:
         message = error_of(capsys, "fit", "--model=project.Model", "--trainer.num_nodes=1")
         assert "num_nodes=1, and there are 3 hosts" in message, "each host trained by itself, as a configuration said"
 
-    def test_a_run_can_be_repeated_in_its_directory_on_another_number_of_emulated_hosts(
-        self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        """LightningCLI refuses to write its configuration over that of an earlier run, with a traceback.
-
-        A run under ``emulate`` that was resumed without it waited for hosts that were not there.
-        """
-        monkeypatch.setenv("PL_TRAINER_NUM_NODES", "1")
+    def test_a_run_can_be_repeated_in_its_directory(self, project: Path) -> None:
+        """LightningCLI refuses to write its configuration over that of an earlier run, with a traceback."""
         for _ in range(2):
             assert main(["fit", *ON_CPU, "--trainer.devices=1", "--trainer.max_steps=1", *QUIET]) == 0
-        monkeypatch.setenv("PL_TRAINER_NUM_NODES", "3")
-        capsys.readouterr()
-        with pytest.raises(SystemExit):
-            main(["fit", "--config=config.yaml", "--print_config"])
-        assert yaml.safe_load(capsys.readouterr().out)["trainer"]["num_nodes"] == 3
 
     @pytest.mark.parametrize("command", ["validate", "test", "predict"])
     def test_the_other_commands(self, command: str, project: Path) -> None:
@@ -224,39 +213,31 @@ class TestAccepted:
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("text", "key", "problem", "hint"),
+        ("text", "key", "problem"),
         [
-            ("trainer: {max_epoch: 3}", "trainer.max_epoch", "does not accept option", "'trainer.max_epochs'"),
-            ("strategy: ring_ddp", "strategy", "does not accept option", "'trainer.strategy'"),
-            ("trainer: {callbacks: [{class_path: ComunicationMonitor}]}", "trainer.callbacks",
-             "Expected a dot import path string: ComunicationMonitor",
-             "'lightning_multigpu.callbacks.CommunicationMonitor'"),
+            ("trainer: {max_epoch: 3}", "trainer.max_epoch", "does not accept option"),
             ("trainer: {strategy: {class_path: lightning_multigpu.RingDDPStrategy, init_args: {bucket_mb: 3}}}",
-             "trainer.strategy", "Option 'bucket_mb' is not accepted", "'bucket_cap_mb'"),
+             "trainer.strategy", "Option 'bucket_mb' is not accepted"),
             ("trainer: {strategy: {class_path: lightning_multigpu.RingDPStrategy}}", "trainer.strategy",
-             "has no attribute 'RingDPStrategy'", "'lightning_multigpu.RingDDPStrategy'"),
-            ("trainer: {strategy: {class_path: ring_ddp, init_args: {bucket_cap_mb: 3}}}", "trainer.strategy",
-             "Expected a dot import path string: ring_ddp", "'lightning_multigpu.RingDDPStrategy'"),
-            ("trainer: {strategy: ring_dpp}", "strategy='ring_dpp'", "an invalid strategy name", "'ring_ddp'"),
-            ("trainer: {zzz: 3}", "trainer.zzz", "does not accept option", None),
-            ("model: {class_path: project.Model, init_args: {hidden: x}}", "model", "Expected a <class 'int'>", None),
-            ("model: project.Modl", "model", "module 'project' has no attribute 'Modl'", None),
-            ("trainer: [\n", "in", "Problems parsing config", None),
+             "has no attribute 'RingDPStrategy'"),
+            ("trainer: {strategy: ring_dpp}", "Did you mean 'ring_ddp'?", "an invalid strategy name"),
+            ("model: {class_path: project.Model, init_args: {hidden: x}}", "model", "Expected a <class 'int'>"),
+            ("model: project.Modl", "model", "module 'project' has no attribute 'Modl'"),
+            ("trainer: [\n", "in", "Problems parsing config"),
         ],
     )  # fmt: skip
-    def test_what_is_wrong_in_a_file_has_the_nearest_name(
-        self, text: str, key: str, problem: str, hint: str | None, project: Path, capsys: pytest.CaptureFixture[str]
+    def test_what_is_wrong_in_a_file(
+        self, text: str, key: str, problem: str, project: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         model = "" if text.startswith("model") else "model: project.Model\n"
         message = error_of(capsys, "fit", "--config", config(project, f"{model}{text}\n"))
         assert key in message
         assert problem in message
-        assert message.rpartition("Did you mean ")[2] == f"{hint}?" if hint else "Did you mean" not in message
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["fit", *ON_CPU, "--trainer.max_epoch=3"], "--trainer.max_epoch=3\nDid you mean 'trainer.max_epochs'?"),
+            (["fit", *ON_CPU, "--trainer.max_epoch=3"], "--trainer.max_epoch=3"),
             (["fit", *ON_CPU, "--trainer.devices=0"], "devices='0')` value is not a valid input using cpu"),
             (["fit", *RING, "--trainer.sync_batchnorm=true"],
              "fit: error: sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass "),
@@ -266,7 +247,6 @@ class TestRefused:
              "process_group_backend='nccl' moves no tensors on 'cpu' in this build of torch; pass "),
             (["fit", "--config=rnu.yaml"], "File does not exist: "),
             (["fit"], "the following arguments are required: fit.model"),
-            (["validate", *ON_CPU, "--ckpt_path=last.ckpt"], "ckpt_path='last.ckpt': there is no such file."),
         ],
     )  # fmt: skip
     def test_refused_arguments(
@@ -281,8 +261,6 @@ class TestRefused:
             ("emulate --nodes 2", "no command to run"),
             ("emulate --nodes 0 -- true", "num_hosts=0 is out of range"),
             ("emulate --devices 0 -- true", "--devices 0"),
-            ("emulate --bandwidth fast -- true", "bandwidth='fast'"),
-            ("emulate --burst 1b -- true", "smaller than one frame"),
             ("plan --example=gpt3_175", "Did you mean 'gpt3_175b'?"),
             ("plan --preset=a100_100gb", "--preset: 'a100_100gb' is unknown. Did you mean 'a100_100gbit'?"),
             ("plan --example=seed --batch=2", "--batch is no option with --example=seed, which takes --nodes"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.bench.collectives.collective_run import CollectivePlan, CollectiveResult
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands.doctor import facts_of_host, pids_max, problems_of, report, shown_variables
+from lightning_multigpu.commands.doctor import facts_of_host, problems_of, report, shown_variables
 from lightning_multigpu.communication.job_secret import JOB_SECRET
 from tests import preforked
 from tests.commands.test_topology import gpus_are_there
@@ -27,7 +26,7 @@ LAUNCHED = {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE":
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
     """Those of a host without problems."""
-    limits: dict[str, Any] = {"open_files": 20_000, "processes": 4096, "pids_max": "unlimited"}
+    limits: dict[str, Any] = {"open_files": 20_000, "processes": 4096}
     return {**facts_of_host("127.0.0.1", 2), **limits, "shm_free_bytes": 10**10}
 
 
@@ -80,7 +79,6 @@ def test_a_back_end_that_fails_is_a_problem_with_a_fix(
         ({"shm_free_bytes": 67_108_864}, "67.1 MB are free in /dev/shm, too little", "docker run --shm-size=8g"),
         ({"open_files": 256}, "only 256 open files and connections are allowed", "ulimit -n 4096"),
         ({"processes": 100}, "only 100 processes and threads of this user", "ulimit -u 4096"),
-        ({"pids_max": 64}, "only 64 processes and threads of this container", "docker run --pids-limit=-1"),
         ({"process_groups_through": None, "main_address": "10.0.0.1"}, "no route to 10.0.0.1", "set MASTER_ADDR"),
         ({"gpus": ["H100"] * 2, "driver": "550.1", "cuda": "13.0"}, "none of 2 GPUs (driver 550.1)", "CUDA 13.0"),
         ({"gpus": ["H100"], "cuda": None}, "none of 1 GPUs", "install a torch that is built with CUDA"),
@@ -155,19 +153,7 @@ def test_secrets_and_foreign_variables_are_not_shown() -> None:
     assert shown_variables(given) == {JOB_SECRET: "set", "MASTER_PORT": "1"}
 
 
-def test_gpus_driver_and_links_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_driver_by_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
     gpus_are_there(monkeypatch)
     found = facts_of_host("127.0.0.1", 2)
     assert (found["gpus"], found["driver"]) == (["NVIDIA A100, 81920 MiB"] * 2, "580.65.06")
-    assert found["gpus_joined_by"] == "NVLink"
-
-
-def test_the_lowest_limit_of_a_container(tmp_path: Path) -> None:
-    cgroup, groups = tmp_path / "cgroup", tmp_path / "groups"
-    cgroup.write_text("9:name=systemd:/a\n0::/a/b\n")
-    assert pids_max(cgroup, groups) == "unlimited"
-    (groups / "a" / "b").mkdir(parents=True)
-    (groups / "a" / "pids.max").write_text("500\n")
-    (groups / "a" / "b" / "pids.max").write_text("max\n")
-    assert pids_max(cgroup, groups) == 500
-    assert pids_max(tmp_path / "no", groups) == "unlimited"

@@ -14,7 +14,7 @@ from lightning_multigpu.commands.usage import UsageError
         (["ddp", "ring_ddp"], ["ddp", "ring_ddp"]),
         (["ddp, ring_ddp"], ["ddp", "ring_ddp"]),
         (["ring_ddp:a=int8,b=no,cpu_ps"], ["ring_ddp:a=int8,b=no", "cpu_ps"]),
-        (["hybrid:pipeline={a: 1, b: [2, 3]},ddp"], ["hybrid:pipeline={a: 1, b: [2, 3]}", "ddp"]),
+        (["hybrid:plan={a: 1, b: [2, 3]},ddp"], ["hybrid:plan={a: 1, b: [2, 3]}", "ddp"]),
     ],
 )  # fmt: skip
 def test_strategies_with_spaces_or_commas_between(given: list[str], found: list[str]) -> None:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,17 @@ import torch
 import yaml
 
 from lightning_multigpu.cli import main
-from lightning_multigpu.commands.plans import measured_model, plan
+from lightning_multigpu.commands.plans import measured_model
+from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
+from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.scaling.model_profile import Phases
+from lightning_multigpu.planning.rank_figures import ModelFigures, RankFigures
 from lightning_multigpu.registry import STRATEGIES
-from lightning_multigpu.strategies.steps.lone_steps import LoneRank, LoneStepsError
-from tests.commands.planned import MACHINE, Model, events
+from lightning_multigpu.report.document import HeldMemory, Profile, ReportedWorld, RunDocument, TrainedModel
+from lightning_multigpu.report.schema import as_json
+from tests.commands.planned import LAYERS, MACHINE, Model, events
+from tests.report.profiles import report
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"),
@@ -30,26 +36,34 @@ CONFIG: dict[str, Any] = {
     "data": "tests.commands.planned.Data",
     "trainer": {"accelerator": "cpu", "devices": 2, "max_epochs": 1, "accumulate_grad_batches": 2},
 }
-crowds: set[int] = set()
+sizes: list[int] = []
 NAMES = {row.name for row in STRATEGIES if not row.name.endswith("_spawn")}
 
 
-def steps(module: Model, *arguments: Any, tensor_parallel_size: int = 1, **options: Any) -> LoneRank:
-    """The steps that a rank would have; tests/strategies/test_lone_steps.py measures some."""
-    events.append("measured")
-    crowds.add(options["crowd"])
-    if type(module).__name__ == "Failing":
-        raise LoneStepsError("ZeroDivisionError: division by zero")
-    size = 5184 // tensor_parallel_size
-    return LoneRank(
-        phases=Phases(forward_s=1e-3, backward_s=2e-3, optimizer_s=1e-4, input_s=1e-4, other_s=1e-4),
-        samples=8,
-        held=HeldBytes(size, size, 2 * size),
-        activations_bytes=3072,
-        flops=1e6,
-        gradients=[(size, 1.0)],
-        collectives=[("all_reduce", 1024)] * (tensor_parallel_size > 1),
+def run(subject: PlannedModule, num_ranks: int = 1) -> tuple[RunDocument, Any]:
+    """The profile that a run would have; tests/commands/test_short_run.py makes some."""
+    sizes.append(num_ranks)
+    if type(subject.module).__name__ == "Failing":
+        raise ShortRunError("ZeroDivisionError: division by zero")
+    held = 5184 // num_ranks
+    parts = [PartCost(1e-5, 2e-5, 64, 64)] * (LAYERS + 2)
+    each = HeldBytes(held // 8, held // 8, held // 4)
+    chain = ChainFigures(
+        name="layers", measured=[MeasuredParts(samples=n, parts=parts) for n in (1, 8)], held=[each] * (LAYERS + 2)
     )
+    refused = "manual optimization" if type(subject.module).__name__ == "Manual" else ""
+    model = ModelFigures(samples=8, flops=1e6, chain=None if refused else chain, refused=refused)
+    phases = {"data_wait": 2e-4, "forward": 2e-3, "backward": 4e-3, "optimizer": 1e-4, "other": 2e-4}
+    figures = RankFigures(rank=0, host="a", phases_s=phases, batches=2, model=model)
+    memory = HeldMemory(
+        rank=0, parameters_bytes=held, gradients_bytes=held, optimizer_bytes=2 * held, activations_bytes=3072
+    )
+    found = replace(
+        report(figures), model=TrainedModel(class_="tests.Model", parameters=1296, trainable_parameters=1296),
+        memory=[memory], profile=Profile(step_s=6.5e-3, ranks=[figures], findings=[]),
+        world=ReportedWorld(size=1, nodes=1, hosts=["a"]),
+    )  # fmt: skip
+    return found, [("all_reduce", 1024)] * (num_ranks > 1)
 
 
 @pytest.fixture(autouse=True)
@@ -58,11 +72,11 @@ def project(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (directory / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     (directory / "machine.json").write_text(json.dumps(MACHINE.as_json()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
-    monkeypatch.setattr(measured_model, "lone_steps", steps)
+    monkeypatch.setattr(measured_model, "short_run", run)
     threads = torch.get_num_threads()
     Model.made.clear()
     events.clear()
-    crowds.clear()
+    sizes.clear()
     yield directory
     torch.set_num_threads(threads)
     Model.made.clear()
@@ -82,16 +96,34 @@ def test_every_strategy_is_predicted_or_has_a_reason(capsys: pytest.CaptureFixtu
     assert {"ring_ddp", "gpipe", "cpu_ps", "hybrid"} <= predicted
     reasons = {(row["strategy"], *row["world"]): row["reason"] for row in document["impossible"]}
     looped = reasons["pipeline_interleaved", 2, 2]
-    assert "with 8 layers or more to split into 8 stages" in looped, "it said that no pipeline of 4 stages was known"
+    assert "8 stages for a chain of 4 layers" in looped
     printed = capsys.readouterr().out
     assert "Model: 1,296 parameters, 8 samples a batch and rank, accumulate_grad_batches=2; on one " in printed
     assert "First choice: " in printed
     assert "not cpu_ps: cpu_ps works on one host only" in printed
 
 
-def test_a_pipeline_with_more_ranks_than_cores_is_measured_with_as_many_ranks_as_cores() -> None:
-    planned("--nodes", "1", "--devices", "4", "--strategies", "gpipe")
-    assert crowds == {1, 2, 4}
+def test_layers_are_split_only_for_strategies_that_split_them() -> None:
+    planned("--nodes", "2", "--strategies", "gpipe")
+    assert sizes == [1]
+    planned("--nodes", "2", "--strategies", "hybrid")
+    assert sizes == [1, 1, 2, 4]
+    planned("--nodes", "1", "--devices", "2", "4", "--strategies", "tensor_split")
+    assert sizes[4:] == [1, 2], "4 ranks share 2 cores"
+
+
+def test_an_old_profile_is_read_instead_of_a_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    found, _ = run(SimpleNamespace(module=None))  # type: ignore[arg-type]
+    Path("old.json").write_text(json.dumps(as_json(found)))
+    document = planned("--profile=old.json", "--nodes", "1")
+    assert sizes == [1]
+    assert {"ring_ddp", "gpipe"} <= {row["strategy"] for row in document["predictions"]}
+    reasons = {row["strategy"]: row["reason"] for row in document["impossible"]}
+    assert "leave --profile out" in reasons["tensor_split"]
+    Path("old.json").write_text(json.dumps(as_json(replace(found, profile=None))))
+    assert main(["plan", "--config=run.yaml", "--profile=old.json"]) == 2
+    message = "old.json: this is no profile of one device for plans; train on one device with ProfilerReport(for_plan="
+    assert message in capsys.readouterr().err
 
 
 def test_the_numbers_of_a_row() -> None:
@@ -116,47 +148,51 @@ def test_nothing_is_trained(project: Path) -> None:
     assert {path.name for path in project.iterdir()} == {"run.yaml", "machine.json", "plan.json"}
 
 
-def test_the_first_choice_is_written_as_a_configuration_of_fit() -> None:
-    document = planned("--strategies", "ring_ddp", "ring_ddp:bucket_cap_mb=1", "--nodes", "1", "--write=best.yaml")
-    first = document["predictions"][0]
-    trainer = yaml.safe_load(Path("best.yaml").read_text())["trainer"]
-    if first["options"]:
-        assert trainer["strategy"]["init_args"] == {"bucket_cap_mb": 1}
-    else:
-        assert trainer["strategy"] == "ring_ddp"
-    assert (trainer["devices"], trainer["num_nodes"]) == (2, 1)
-    assert main(["plan", "--config=best.yaml", "--strategies", "ring_ddp"]) == 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--micro-batches=2"], "unrecognized arguments: --micro-batches=2"),
-        (["--picture", "no/such.svg"], "--picture=no/such.svg: there is no directory no; make it first"),
-        (["--picture=plan.gif"], "--picture=plan.gif: a picture's name ends in one of .svg, .png, .pdf"),
+        (["--json", "no/such.json"], "--json=no/such.json: there is no directory no; make it first"),
         (["--machine=other.json"], "other.json: there is no such file; run 'lightning-multigpu calibrate'"),
         (["--machine=run.yaml"], "run.yaml is no machine.json"),
         (["--machine=gpus.json"], "gpus.json is of cuda devices, and the configuration trains on cpu"),
         (["--strategies", "ring_dpp"], "Did you mean 'ring_ddp'?"),
         (["--strategies", "ring_ddp:bucket=1"], "RingDDPStrategy has no option 'bucket'"),
         (["--model=tests.commands.test_plan.Failing"], "ZeroDivisionError: division by zero"),
+        # A traceback of 15 lines.
+        (
+            ["--machine=alone.json", "--nodes=2", "--strategies", "ring_ddp"],
+            "nothing can be predicted: 2 x 2 needs the link between hosts, which this machine does not have; "
+            "calibrate on two hosts or more, or pass --link-gbit\n",
+        ),
+        (["--nodes=1", "--devices=4"], "4 ranks would share 2 cores"),
     ],
 )
 def test_what_is_wrong_is_refused_in_one_message(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("gpus.json").write_text(json.dumps(replace(MACHINE, device_type="cuda").as_json()))
+    for name, change in (("gpus", {"device_type": "cuda"}), ("alone", {"between": None})):
+        changed: Any = change
+        Path(f"{name}.json").write_text(json.dumps(replace(MACHINE, **changed).as_json()))
     assert main(["plan", "--config=run.yaml", *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(plan, "find_spec", lambda name: None)
-    assert main(["plan", "--config=run.yaml", "--picture=plan.svg"]) == 2
-    message = "needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'\n"
-    assert message in capsys.readouterr().err
+def test_names_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    planned("--nodes", "1", "2", "--strategies", "pipeline_interleaved:num_micro_batches=4", "ring_ddp:bucket_cap_mb=2")
+    table = capsys.readouterr().out.partition("ms a step")[2].partition("parameters")[0].splitlines()[1:-1]
+    names = [line[:21].rstrip() for line in table]
+    assert {"pipeline_interleaved", " num_micro_batches=4", "ring_ddp", " bucket_cap_mb=2"} <= {*names}
+
+
+def test_what_others_disturbed_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("machine.json").write_text(json.dumps(replace(MACHINE, disturbed={"1 x 2": 0.41, "2 x 2": 0.3}).as_json()))
+    planned("--strategies", "ring_ddp", "--nodes", "1")
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "warning: other processes took 41 % of the processors during the calibration of 1 x 2",
+        "Times below may be wrong: repeat this on a quiet machine.",
+    ]
 
 
 def test_a_machine_by_name_was_not_measured(capsys: pytest.CaptureFixture[str]) -> None:

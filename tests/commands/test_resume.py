@@ -1,4 +1,4 @@
-"""``fit --resume`` and ``--ckpt_path last``: a run that was stopped goes on, and nothing begins anew in silence."""
+"""``fit --resume``: a run that was stopped goes on, and nothing begins anew in silence."""
 
 from __future__ import annotations
 
@@ -37,10 +37,6 @@ class Model(Classifier):
         loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
-
-
-class Other(Model):
-    pass
 
 
 class Data(L.LightningDataModule):
@@ -114,37 +110,9 @@ def test_a_directory_alone_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert "resume" not in saved
 
 
-def test_the_last_checkpoint_of_the_same_configuration(capsys: pytest.CaptureFixture[str]) -> None:
-    """It was looked for in the directory of a new version, found nowhere, and training began anew."""
-    run = ["fit", "--config=run.yaml"]
-    last = [*run, "--ckpt_path=last", "--trainer.max_epochs=2"]
-    nothing = "ckpt_path='last': there is no complete checkpoint of this configuration in runs/run"
-    assert error_of(capsys, *last) == nothing + "; leave --ckpt_path out to begin anew"
-    assert main(run) == 0
-    assert main([*run, "--model.unused=true"]) == 0
-    assert main(last) == 0
-    assert "ckpt_path='last' is runs/run/version_0/checkpoints/last.ckpt (epoch 0, step 6)" in capsys.readouterr().err
-    assert steps("runs/run/version_2") == list(range(6, 12))
-    newest = "The newest of another one is runs/run/version_2/checkpoints/last.ckpt (epoch 1, step 12)"
-    assert error_of(capsys, *last, "--data.size=1") == (
-        f"{nothing}. {newest} (data.init_args.size was 2, and is 1): to take it all the same, pass its path"
-    )
-
-
 def test_what_cannot_be_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fit", "--config=run.yaml"]) == 0
     resume = ["fit", "--resume=runs/run/version_0"]
-    changed = error_of(capsys, *resume, "--model.optimizer=adamw")
-    assert changed == (
-        "the model differs from that of runs/run/version_0/config.yaml: model.init_args.optimizer was sgd, and is "
-        "adamw. To resume that run, leave the model's settings out; for another run, leave --resume out"
-    )
-    changed = error_of(capsys, *resume, "--model=tests.commands.test_resume.Other")
-    assert "model.class_path was tests.commands.test_resume.Model, and is tests.commands.test_resume.Other" in changed
-    assert main([*resume, "--trainer.max_epochs=3"]) == 0
-    beyond = "runs/run/version_1/checkpoints/last.ckpt (epoch 2, step 18) is beyond max_epochs=1; pass --trainer.max_ep"
-    assert error_of(capsys, "fit", "--config=run.yaml", "--ckpt_path=last").startswith(beyond)
-    assert error_of(capsys, "fit", "--resume=runs/run/version_1", "--trainer.max_epochs=1").startswith(beyond)
     assert error_of(capsys, *resume, "--ckpt_path=a.ckpt").startswith("--resume and --ckpt_path exclude each other; ")
     assert error_of(capsys, "fit", "--resume=rnus").startswith("--resume=rnus: there is no such directory")
     assert error_of(capsys, "fit", "--resume").startswith("--resume takes a run's directory")

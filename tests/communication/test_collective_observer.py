@@ -11,7 +11,6 @@ import torch.distributed as dist
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.rank_ranges import ranks_text
-from lightning_multigpu.engine.data_parallel.agreement import Announcer
 from lightning_multigpu.job.guardian.hang.flight_recorder import parse_ranks
 from tests.world import World, init_group
 
@@ -83,18 +82,3 @@ def test_every_collective_of_a_group(world2: World) -> None:
         assert events == ["began", "ended"] * 4
         assert [f["operation"] for f in fields] == ["all_reduce", "barrier", "broadcast", "broadcast"]
         assert {(f["group"], f["ranks"]) for f in fields} == {("world", "0-1")}
-
-
-def _announcer_events() -> list[str]:
-    meter, told = noted_meter()
-    announcer = Announcer(_group(), meter)
-    announcer.announce(3, 3.0, flags=0)
-    dist.barrier()
-    announcer.collect()
-    return told.events
-
-
-def test_an_announcement_is_awaited_only_when_it_is_collected(world2: World) -> None:
-    for events in world2.run(_announcer_events):
-        assert events[0] == "began, not awaited"
-        assert sorted(events[1:]) == ["awaited", "ended"]

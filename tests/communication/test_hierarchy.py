@@ -61,7 +61,7 @@ def _sums(hosts: list[list[int]], dtype: torch.dtype, average: bool) -> list[tup
     with hierarchy(hosts=hosts) as reduce:
         for numel in SIZES:
             tensor = given(0, rank(), numel, dtype)
-            sent = reduce.sent_bytes(tensor)
+            sent = reduce.plan(tensor).sent
             assert reduce(tensor, average=average) is tensor
             found.append((tensor, *sent))
     return found

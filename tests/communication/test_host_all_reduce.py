@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 
 import pytest
@@ -82,35 +81,6 @@ def test_shards_are_summed_and_gathered(world: World, dtype: torch.dtype) -> Non
             expected[a:b] = average[a:b]
             assert torch.equal(scattered, expected), numel
             assert torch.equal(gathered, 2 * average), numel
-
-
-def _many_calls() -> None:
-    """Values tell the call and the rank, so that what an earlier call has left behind cannot pass for a sum."""
-    init_group()
-    timing = random.Random(dist.get_rank())
-    choices = random.Random(5)
-    with shared_memory() as shared:
-        n = shared.world_size
-        for call in range(300):
-            numel = choices.choice([1, 100, 1024, 1025, 4000, 10_000])
-            operation = choices.choice(["all_reduce", "all_reduce", "reduce_scatter", "all_gather"])
-            if timing.random() < 0.2:
-                time.sleep(timing.random() * 1e-3)
-            tensor = torch.full((numel,), float(1000 * call + shared.rank))
-            total = torch.full((numel,), float(n * 1000 * call + n * (n - 1) // 2))
-            if operation == "all_reduce":
-                assert torch.equal(shared(tensor), total)
-            elif operation == "reduce_scatter":
-                own = shared.reduce_scatter(tensor)
-                assert torch.equal(own, total[: own.numel()])
-            else:
-                bounds = chunk_bounds(numel, n)
-                wanted = torch.cat([torch.full((b - a,), 1000.0 * call + r) for r, (a, b) in enumerate(bounds)])
-                assert torch.equal(shared.all_gather(tensor), wanted)
-
-
-def test_calls_do_not_see_what_earlier_ones_left(world: World) -> None:
-    world.run(_many_calls)
 
 
 def _one_rank_is_slow(slow_rank: int, where: str) -> list[torch.Tensor]:

@@ -6,7 +6,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.distributed import HashStore, PrefixStore, TCPStore  # type: ignore[a
 from lightning_multigpu.communication import main_store as main_store_module
 from lightning_multigpu.communication import rendezvous as rendezvous_module
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore, kept_by_torchrun, listening_socket
-from lightning_multigpu.communication.rendezvous import Arrival, Rendezvous, RendezvousError
+from lightning_multigpu.communication.main_store import MainStore, listening_socket
+from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError
 from tests.world import free_port
 
 OTHER_LOOPBACK = "127.0.0.2"  # an address of its own, as those of networks are
@@ -29,9 +29,12 @@ def arrival(rank: int, world_size: int = 3, *, pid: int | None = None, **table: 
     return Arrival(rank, f"host{rank}", rank, 100 + rank if pid is None else pid, world_size, table)
 
 
+def limit(timeout_s: float, check: Callable[[], object] = lambda: None) -> Limit:
+    return Limit(time.monotonic() + timeout_s, timeout_s, check)
+
+
 def rendezvous(store: Any, own: Arrival, timeout_s: float = LONG_S, attempt: str = "0") -> Rendezvous:
-    deadline_s = time.monotonic() + timeout_s
-    return Rendezvous(store, own, attempt=attempt, deadline_s=deadline_s, timeout_s=timeout_s, check=lambda: None)
+    return Rendezvous(store, own, limit(timeout_s), attempt=attempt)
 
 
 def meet(*arrivals: Arrival, timeout_s: float = LONG_S) -> list[list[Arrival] | str]:
@@ -42,7 +45,7 @@ def meet(*arrivals: Arrival, timeout_s: float = LONG_S) -> list[list[Arrival] | 
         mine = rendezvous(store, own, timeout_s)
         try:
             mine.check_in()
-            return mine.wait_for_all()
+            return mine.wait_for()
         except RendezvousError as error:
             return str(error)
 
@@ -90,16 +93,7 @@ class TestRendezvous:
         late = rendezvous(store, arrival(1, 2), timeout_s=0.2, attempt="1")
         late.check_in()
         with pytest.raises(RendezvousError, match="rank 0 of 2 did not come"):
-            late.wait_for_all()
-
-    def test_an_offer_is_there_for_as_long_as_it_is_needed(self) -> None:
-        """The secret of the hosts' guardians stood in the store for the whole run."""
-        store = HashStore()
-        giving, taking = rendezvous(store, arrival(0)), rendezvous(store, arrival(1))
-        giving.offer("guardian", {"secret": "abc"})
-        assert taking.wait_for("guardian") == {"secret": "abc"}
-        giving.withdraw("guardian")
-        assert not PrefixStore("lightning-multigpu/0", store).check(["offer/guardian"])
+            late.wait_for()
 
     @pytest.mark.parametrize(
         "note",
@@ -120,7 +114,7 @@ class TestRendezvous:
         mine = rendezvous(store, arrival(0, 2))
         mine.check_in()
         with pytest.raises(RendezvousError, match="cannot read a note in the store of rank 0"):
-            mine.wait_for_all()
+            mine.wait_for()
 
     @pytest.mark.parametrize("rank", [-1, 2, 99])
     def test_a_rank_out_of_range(self, rank: int) -> None:
@@ -128,15 +122,6 @@ class TestRendezvous:
         assert f"rank {rank} (host host{rank}, node {rank}, pid {100 + rank}) is out of range: of 2 ranks" in str(
             message
         )
-
-    @pytest.mark.usefixtures("_no_time_to_settle")
-    def test_waiting_for_an_offer_sees_why_none_comes(self) -> None:
-        store = HashStore()
-        rendezvous(store, arrival(0, 2)).check_in()  # has one host only, and offers nothing
-        late = rendezvous(store, arrival(2, 4))
-        late.check_in()
-        with pytest.raises(RendezvousError, match="world size"):
-            late.wait_for("guardian")
 
     def test_the_keeper_of_the_store_stays_until_the_others_have_read(self) -> None:
         store = HashStore()
@@ -149,12 +134,12 @@ class TestRendezvous:
         def read() -> None:
             read_late.set()
             with pytest.raises(RendezvousError):
-                other.wait_for_all()
+                other.wait_for()
 
         timer = threading.Timer(0.5, read)
         timer.start()
         with pytest.raises(RendezvousError):
-            first.wait_for_all()
+            first.wait_for()
         assert read_late.is_set()
         timer.join()
 
@@ -176,18 +161,20 @@ def listening_at(port: int) -> set[str]:
 
 
 def main_store(
-    rank: int, port: int, address: str = "127.0.0.1", timeout_s: float = LONG_S, **options: Any
+    rank: int,
+    port: int,
+    address: str = "127.0.0.1",
+    timeout_s: float = LONG_S,
+    check: Callable[[], object] = lambda: None,
+    **options: Any,
 ) -> MainStore:
     values: dict[str, Any] = {
         "is_one_host": False,
         "is_kept": False,
         "connections": Connections(),
-        "deadline_s": time.monotonic() + timeout_s,
-        "timeout_s": timeout_s,
-        "check": lambda: None,
         **options,
     }
-    return MainStore(address, port, rank=rank, **values)
+    return MainStore(address, port, limit(timeout_s, check), rank=rank, **values)
 
 
 class TestMainStore:
@@ -246,15 +233,13 @@ class TestMainStore:
         with pytest.raises(RendezvousError, match=r"MASTER_ADDR=192\.0\.2\.1 is no address of .*where rank 0 runs"):
             main_store(0, free_port(), "192.0.2.1").open()
 
-    def test_a_name_that_nobody_knows(self, capfd: pytest.CaptureFixture[str]) -> None:
-        with pytest.raises(RendezvousError, match=r"does not know the host MASTER_ADDR=no-such-host\.invalid"):
+    def test_a_name_that_nobody_knows(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+        monkeypatch.setattr(main_store_module, "QUIET_S", 0.0)
+        with pytest.raises(RendezvousError, match=r"reach rank 0 at no-such-host\.invalid .* within 0.3 s .*Errno -\d"):
             main_store(0, free_port(), "no-such-host.invalid", timeout_s=0.3).open()
-        assert capfd.readouterr().err.count("and waits for its name, since names can come late") == 1
+        assert capfd.readouterr().err.count("rank 0 at no-such-host.invalid") == 1
 
     def test_a_store_that_torchrun_keeps(self) -> None:
-        assert kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        assert not kept_by_torchrun({"TORCHELASTIC_USE_AGENT_STORE": "False"})
-        assert not kept_by_torchrun({})
         kept = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         kept.set("key", "of the agent")
         assert main_store(0, kept.port, is_kept=True).open().get("key") == b"of the agent"

@@ -10,7 +10,7 @@ from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.compression.all_reduce import CompressedAllReduce
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.communication.tensors import alike, apply_flat, check_reducible, size_bytes
+from lightning_multigpu.communication.tensors import alike, apply_flat, check_reducible, same_bytes, size_bytes
 from tests.communication.shared import shared_memory
 from tests.world import World, init_group
 
@@ -19,6 +19,14 @@ def test_a_sparse_tensor_has_the_size_of_its_indices_and_values() -> None:
     assert size_bytes(torch.zeros(3, 2)) == 24
     sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.ones(2, 4), (100, 4), check_invariants=True)
     assert size_bytes(sparse) == 2 * 8 + 8 * 4
+
+
+def test_the_bytes_of_tensors_are_compared() -> None:
+    """A checksum of each took more than twice the time; not a number is equal to itself here."""
+    nan = torch.tensor([1.0, float("nan"), 0.0])
+    assert same_bytes(nan, nan.clone())
+    assert not same_bytes(nan, -nan)
+    assert not same_bytes(nan, nan[:2])
 
 
 def test_groups_are_of_one_dtype_and_full_ones_are_closed() -> None:

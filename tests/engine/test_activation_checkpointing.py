@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.activation_checkpointing import (
-    Choice,
     Recomputation,
     RecomputationError,
     layers_of,
@@ -143,10 +142,6 @@ def test_layers_of_a_whole_module_are_selected() -> None:
         selected_layers(nn.Linear(1, 1), True)
 
 
-def again_of(module: nn.Module, choice: Choice = True) -> Recomputation:
-    return Recomputation(module, choice, warn=pytest.fail)
-
-
 def gradients(module: nn.Module, again: Recomputation | None) -> dict[str, Tensor]:
     torch.manual_seed(2)
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
@@ -167,22 +162,13 @@ def test_a_whole_module_trains_as_without() -> None:
     module.blocks[0].inner.register_forward_hook(lambda *_: calls.append("inside"))  # type: ignore[union-attr]
     expected, numbers = gradients(module, None), torch.rand(3)
     module.zero_grad()
-    again = again_of(module)
+    again = Recomputation(module, True)
     torch.testing.assert_close(gradients(module, again), expected, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), numbers)
     assert calls == ["layer", "inside"] * 3
     assert not any("_compiled_call_impl" in vars(part) for part in module.modules()), "the module is as it was"
     with again.installed(module), torch.no_grad():
         module(torch.zeros(1, 3))
-
-
-def test_an_option_without_effect_warns() -> None:
-    module, warnings = Whole(), list[str]()
-    again = Recomputation(module, True, warn=warnings.append)
-    for _ in range(2):
-        with again.installed(module):
-            """Nothing calls the layers."""
-    assert [text.partition(": ")[0] for text in warnings] == ["activation_checkpointing has no effect"]
 
 
 class Named(nn.Linear):
@@ -192,7 +178,7 @@ class Named(nn.Linear):
 
 def test_arguments_of_a_layer_may_have_any_name() -> None:
     module = nn.Sequential(Named(3, 3))
-    with again_of(module).installed(module):
+    with Recomputation(module, True).installed(module):
         module[0](torch.ones(1, 3), name="first", layer=0, own=torch.ones(3)).sum().backward()
 
 
@@ -200,7 +186,7 @@ def test_a_layer_in_two_containers_is_computed_again_once() -> None:
     """It was patched for each of them, and then refused as if a checkpoint were around it."""
     shared = nn.Linear(3, 3)
     module = nn.ModuleDict({"first": nn.Sequential(shared), "second": nn.Sequential(shared, nn.Linear(3, 1))})
-    again = again_of(module)
+    again = Recomputation(module, True)
     assert again.names == ["first.0", "second.1"]
     with again.installed(module):
         module["second"](module["first"](torch.ones(1, 3))).sum().backward()
@@ -216,20 +202,20 @@ def test_layers_that_cannot_be_computed_again_are_refused() -> None:
     module = nn.Sequential(Counting())
     with (
         pytest.raises(RecomputationError, match=r"Counting changes its buffer 'calls' .*leave it out of activation_ch"),
-        again_of(module).installed(module),
+        Recomputation(module, True).installed(module),
     ):
         module(torch.ones(1, 3))
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     compiled = nn.ModuleDict({"net": torch.compile(module, backend="eager")})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"^net is compiled as a whole.*layer.compile\(\)"):
-        again_of(compiled, [nn.Linear])
+        Recomputation(compiled, [nn.Linear])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_within_torchs_own_checkpoint_gradients_are_the_same(reentrant: bool) -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), nn.Linear(3, 3))
     found = []
-    for recomputation in (nullcontext(), again_of(module).installed(module)):
+    for recomputation in (nullcontext(), Recomputation(module, True).installed(module)):
         x = torch.ones(4, 3, requires_grad=True)
         torch.manual_seed(0)
         with recomputation:
@@ -245,5 +231,5 @@ def test_compiled_layers_are_computed_again() -> None:
     module.zero_grad()
     runs = []
     module[0]._compiled_call_impl = lambda x: runs.append(1) or module[0]._call_impl(x)  # type: ignore[assignment, func-returns-value]
-    torch.testing.assert_close(gradients(module, again_of(module)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(module, Recomputation(module, True)), expected, rtol=0, atol=0)
     assert len(runs) == 2

@@ -18,6 +18,7 @@ from lightning_multigpu.engine.data_parallel.agreement import (
     counted_samples,
     loss_scale,
 )
+from lightning_multigpu.job.process_groups import metered_group
 from tests.world import World, init_group, rank
 
 
@@ -51,15 +52,22 @@ def test_samples_of_a_batch_that_no_sampler_of_ours_has_drawn(batch: Any, limit:
 
 def of_two_stages() -> Any:
     init_group()
-    announcer = Announcer(dist.new_group(backend="gloo"), Meter(), ranks_a_batch=2)
-    samples = [8, 8, 6, -1][rank()]  # the loader of the fourth has come to its end before that of the third
-    announcer.announce(samples, float(rank()), flags=4 if rank() == 3 else 0)
-    heard = announcer.collect()
-    return heard.samples, heard.weights, heard.flags
+    group = metered_group(dist.new_group(backend="gloo"), Meter(), "control", torch.device("cpu"))
+    announcer = Announcer(group, ranks_a_batch=2, flags=lambda: 4 if rank() == 3 else 0)
+    found = []
+    for stops in (None, False, True):
+        samples = [8, 8, 6, -1][rank()]  # the loader of the fourth has come to its end before that of the third
+        announcer.announce(samples, float(rank()))
+        vote = None if stops is None else announcer.agree(stops and rank() == 1)
+        assert announcer.is_due == (stops is None)
+        heard = announcer.collect()
+        found.append((heard.samples, heard.weights, heard.flags, vote))
+    return found
 
 
 def test_ranks_that_train_on_the_same_batch_speak_as_one(world4: World) -> None:
-    assert world4.run(of_two_stages) == [((8, -1), (0.0, 2.0), 4)] * 4
+    """With a vote after a batch, or before the first one, which no vote precedes."""
+    assert world4.run(of_two_stages) == [[((8, -1), (0.0, 2.0), 4, vote) for vote in (None, False, True)]] * 4
 
 
 def test_attributes_are_those_of_the_loader() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -39,7 +38,9 @@ def order(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def groups_of(monkeypatch: pytest.MonkeyPatch, *members: Any, backend: str = "gloo") -> ProcessGroups:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(ProcessGroups, "world", members[0])
-    monkeypatch.setattr(ProcessGroups, "_connect", lambda *_: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     environment: Any = SimpleNamespace(main_address="127.0.0.1", main_port=1)
     groups = ProcessGroups(environment, DEVICE, (2, 1, 1), backend=backend, timeout=None, store=None)
     groups.own = list(members[1:])
@@ -82,7 +83,6 @@ def test_a_group_of_gloo_beside_nccl_is_made_without_those_outside(monkeypatch: 
     world, to which they never came. torch decides so by the device to which the world is bound."""
     bound: dict[str, list[torch.device | None]] = {"gloo": [], "nccl": []}
     world = SimpleNamespace(bound_device_id=DEVICE)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(
         dist, "new_group", lambda ranks, *, backend, **options: bound[backend].append(world.bound_device_id)
     )
@@ -94,15 +94,14 @@ def test_a_group_of_gloo_beside_nccl_is_made_without_those_outside(monkeypatch: 
 
 
 def groups_of_a_run(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
-    """The ranks of each axis, and how many groups of more than one rank there are; over Gloo each is a mesh of TCP."""
+    """The ranks of the data axis, and the groups of more than one rank; over Gloo each is a mesh of TCP."""
     init_group()
     environment: Any = SimpleNamespace(main_address="127.0.0.1", main_port=1)
     groups = ProcessGroups(environment, torch.device("cpu"), shape, backend="gloo", timeout=None, store=None)
-    assert groups.control() is groups.control()
-    found = {axis: tuple(dist.get_process_group_ranks(groups.mesh.get_group(axis))) for axis in process_groups.AXES}
+    found = {"data": tuple(dist.get_process_group_ranks(groups.data))}
     meshes = [group for group in {*groups.own, groups.world} if dist.get_world_size(group) > 1]
     lines = {axis: tuple(map(tuple, groups.lines(axis))) for axis in process_groups.AXES}
-    dist.barrier(groups.control())  # else a rank that leaves closes connections while others still make theirs
+    dist.barrier()  # else a rank that leaves closes connections while others still make theirs
     groups.leave(failed=False)
     return {**found, "groups": (len(meshes),), "lines": lines["pipeline"]}  # type: ignore[dict-item]
 
@@ -110,9 +109,9 @@ def groups_of_a_run(shape: tuple[int, int, int]) -> dict[str, tuple[int, ...]]:
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [
-        ((4, 1, 1), {"data": (0, 1, 2, 3), "pipeline": (2,), "tensor": (2,), "groups": (2,)}),
-        ((1, 4, 1), {"data": (2,), "pipeline": (0, 1, 2, 3), "tensor": (2,), "groups": (2,)}),
-        ((2, 2, 1), {"data": (0, 2), "pipeline": (2, 3), "tensor": (2,), "groups": (4,)}),
+        ((4, 1, 1), {"data": (0, 1, 2, 3), "groups": (1,)}),
+        ((1, 4, 1), {"data": (2,), "groups": (1,)}),
+        ((2, 2, 1), {"data": (0, 2), "groups": (2,)}),
     ],
 )
 def test_axes_share_groups(shape: tuple[int, int, int], expected: dict[str, Any], world4: World) -> None:
@@ -120,20 +119,3 @@ def test_axes_share_groups(shape: tuple[int, int, int], expected: dict[str, Any]
     found = world4.run(groups_of_a_run, shape)[2]
     assert {name: found[name] for name in expected} == expected
     assert len(found["lines"]) == 4 // shape[1]
-
-
-def test_code_in_a_rank_finds_the_main_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under stock strategies; programs that are started after the run must not inherit it."""
-    names, seen = ("MASTER_ADDR", "MASTER_PORT"), []
-    for name in names:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: seen.append([os.environ[name] for name in names]))
-    groups = groups_of(monkeypatch, Group("gloo", lambda: None))
-    environment: Any = SimpleNamespace(
-        main_address="10.0.0.1", main_port=7000, global_rank=lambda: 0, world_size=lambda: 2
-    )
-    groups._join(environment, "lo", SimpleNamespace())  # type: ignore[arg-type]
-    assert seen == [["10.0.0.1", "7000"]]
-    groups.leave(failed=False)
-    assert not set(names) & set(os.environ)

@@ -32,13 +32,14 @@ def handled() -> Iterator[list[int]]:
 def held(signals: list[signal.Signals], **options: Any) -> Iterator[RunSignals]:
     """They are held within the block; an interrupt that is acted on at its end is ignored."""
     deferring = RunSignals()
-    deferring.defer(signals, **options)
+    deferring.defer(signals)
+    vars(deferring).update(options)
     deferring.hold()
     try:
         yield deferring
     finally:
         with contextlib.suppress(KeyboardInterrupt):
-            deferring.release()
+            deferring.end(None)
 
 
 def send(signum: signal.Signals) -> None:
@@ -84,7 +85,7 @@ def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
         for signum, error in ((signal.SIGTERM, SIGTERMException), (signal.SIGINT, KeyboardInterrupt)):
             with pytest.raises(error):
                 send(signum)
-            assert not signals.has_agreed(signum)
+            assert not signals.agreed_on(error())
 
 
 @pytest.mark.parametrize("how", ["push", "follow"])
@@ -136,7 +137,6 @@ def test_a_main_thread_that_waits_in_c_code_is_cut_loose() -> None:
         threading.Timer(0.2, send, [signal.SIGTERM]).start()
         with pytest.raises(SIGTERMException):
             c.pthread_mutex_lock(mutex)
-        assert signals.late
     finally:
         signals.end(None)
 

@@ -37,7 +37,7 @@ def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> list[st
 
 def own_failure(error: BaseException, **changes: Any) -> Failure:
     failure = Failure.of(error, rank=1, step=3)._replace(host="h", pid=os.getpid(), **changes)
-    error.add_note(failure.summary())
+    error.add_note(failure.describe())
     return failure
 
 
@@ -59,20 +59,13 @@ def test_what_others_print_of_the_failure_of_a_rank(where: str, capsys: pytest.C
         report, expected = FailureReport(failure, False, lambda advice: not shown.append(advice)), []
     elif where == "another rank without a guardian":
         report = FailureReport(failure, False, lambda advice: False, lambda: "runs/a.ckpt")
-        expected = [f"The job failed: {failure.summary()}", "Resume with ckpt_path='runs/a.ckpt'"]
+        expected = [f"The job failed: {failure.describe()}", "Resume with ckpt_path='runs/a.ckpt'"]
     else:
         report, expected = FailureReport(failure, True), failure.traceback.splitlines()
     print_if_uncaught(error, report)
     assert printed(error, capsys) == expected
     assert shown == [""] * (where == "another rank")
     assert "in raised" in error.__notes__[0], "who catches it has the traceback"
-
-
-def test_an_exception_that_all_ranks_raise_is_one_line_on_further_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    error = raised()
-    print_if_uncaught(error, FailureReport(own_failure(error), False))
-    assert printed(error, capsys)[0] == "ValueError: spoilt"
-    assert "The job failed" not in "".join(printed(error, capsys))
 
 
 def test_the_last_line_names_the_file_to_resume_from(

@@ -78,118 +78,102 @@ def waiting() -> Iterator[tuple[subprocess.Popen[str], int]]:
         process.kill()
 
 
-class TestWaiting:
-    def test_a_rank_begins_with_the_environment_of_its_launch(self, waiting: tuple[Any, int]) -> None:
-        process, writer = waiting
-        with open(writer, "w") as pipe:
-            json.dump({"GIVEN": "1", "LOCAL_RANK": "3"}, pipe)
-        assert process.communicate(timeout=30)[0] == "1 3 2\n"
-
-    @pytest.mark.parametrize("sent", ["", '{"GIVEN": "1", "LOC'])
-    def test_a_rank_ends_silently_when_the_first_one_has_gone(self, waiting: tuple[Any, int], sent: str) -> None:
-        process, writer = waiting
-        with open(writer, "w") as pipe:
-            pipe.write(sent)
-        assert process.communicate(timeout=30)[0] == ""
-        assert process.returncode == 0
-
-    def test_ctrl_c_ends_it_without_a_traceback(self, waiting: tuple[Any, int]) -> None:
-        process, writer = waiting
-        process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[0] == ""
-        os.close(writer)
+def test_a_rank_begins_with_the_environment_of_its_launch(waiting: tuple[Any, int]) -> None:
+    process, writer = waiting
+    with open(writer, "w") as pipe:
+        json.dump({"GIVEN": "1", "LOCAL_RANK": "3"}, pipe)
+    assert process.communicate(timeout=30)[0] == "1 3 2\n"
 
 
-class TestStarting:
-    def test_a_rank_that_is_not_needed_is_gone_before_the_command_ends(
-        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        (tmp_path / "lightning_multigpu.py").write_text("import time; time.sleep(60)")
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        with ranks_started([1, 2], [*COMMAND, "fit"]):
-            assert are_waiting()
-            process, _ = _waiting[1]
-            taken = launch_rank(2, {})
-        assert not are_waiting()
-        assert process.returncode == -signal.SIGKILL
-        assert taken.poll() is None, "a rank that was launched goes on"
-        taken.kill()
-        taken.wait()
+@pytest.mark.parametrize("sent", ["", '{"GIVEN": "1", "LOC'])
+def test_a_rank_ends_silently_when_the_first_one_has_gone(waiting: tuple[Any, int], sent: str) -> None:
+    process, writer = waiting
+    with open(writer, "w") as pipe:
+        pipe.write(sent)
+    assert process.communicate(timeout=30)[0] == ""
+    assert process.returncode == 0
 
-    @pytest.mark.parametrize(
-        ("trainer", "environment", "count"),
-        [
-            (RING, {}, 2),
-            ({**RING, "devices": "2"}, {}, 2),
-            ({"strategy": "gpipe"}, {"PL_TRAINER_DEVICES": "2"}, 2),
-            ({**RING, "strategy": {"class_path": "RingDDPStrategy", "init_args": {"bucket_cap_mb": 5}}}, {}, 2),
-            ({**RING, "strategy": "lightning_multigpu.PipelineStrategy"}, {}, 2),
-            ({**RING, "devices": 64}, {}, 3),
-            ({**RING, "strategy": "ddp"}, {}, 1),
-            ({**RING, "strategy": "ring_ddp_spawn"}, {}, 1),
-            ({**RING, "strategy": {"class_path": "RingDDPStrategy", "init_args": {"start_method": "fork"}}}, {}, 1),
-            ({**RING, "devices": "auto"}, {}, 1),
-            ({**RING, "devices": [0, 1]}, {}, 1),
-            ({**RING, "devices": 0}, {}, 1),
-            ({"strategy": "ring_ddp"}, {}, 1),
-            (None, {}, 1),
-            (RING, {"LOCAL_RANK": "1"}, 1),
-            (RING, {"SLURM_NTASKS": "2"}, 1),
-        ],
-    )  # fmt: skip
-    def test_ranks_that_a_command_line_will_need(
-        self, trainer: object, environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
-        monkeypatch.setattr(fit, "usable_cores", lambda: 3)
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
-        for saved in ([f"--config={tmp_path}/config.yaml"], ["--resume", str(tmp_path), "--seed_everything=1"]):
-            assert ranks_to_start(saved, environment) == count
 
-    @pytest.mark.parametrize(
-        ("options", "count"),
-        [
-            (["--trainer.strategy=gpipe"], 2),
-            (["--trainer.strategy=ddp"], 1),
-            (["--trainer.strategy.class_path=RingDDPStrategy", "--trainer.devices", "3"], 3),
-            (["--trainer.strategy.start_method=spawn"], 1),
-            (["--config=no.yaml"], 1),
-            (["--config"], 1),
-        ],
-    )
-    def test_options_override_files(
-        self, options: list[str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        monkeypatch.setattr(fit, "usable_cores", lambda: 3)
-        (tmp_path / "run.yaml").write_text("trainer: {devices: 2}")
-        assert ranks_to_start(["-c", f"{tmp_path}/run.yaml", *options], {}) == count
+def test_ctrl_c_ends_it_without_a_traceback(waiting: tuple[Any, int]) -> None:
+    process, writer = waiting
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30)[0] == ""
+    os.close(writer)
 
-    @pytest.mark.parametrize(
-        ("argv", "count"),
-        [
-            (["/bin/lightning-multigpu", "fit", "--x"], 1),
-            (["lightning_multigpu/__main__.py", "fit", "--x"], 1),
-            (["program.py", "fit", "--x"], 0),  # it calls main(arguments): a rank would run the program
-            (["lightning-multigpu", "plan", "--x"], 0),
-        ],
-    )
-    def test_only_this_command_line_is_run_again(
-        self, argv: list[str], count: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        started: list[int] = []
-        monkeypatch.setattr(sys, "argv", argv)
-        monkeypatch.setattr(fit, "ranks_to_start", lambda *_: 2)
-        monkeypatch.setattr(fit, "ranks_started", lambda ranks, _: nullcontext(started.extend(ranks)))
-        monkeypatch.setattr(fit, "import_module", lambda _: SimpleNamespace(run=lambda *_: 0))
-        assert fit.run("fit", ["--x"]) == 0
-        assert started == [1][:count]
 
-    def test_a_system_that_tells_no_affinity(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """On macOS every fit with several ranks ended with an AttributeError."""
-        monkeypatch.delattr(os, "sched_getaffinity")
-        monkeypatch.setattr(os, "cpu_count", lambda: 2)
-        assert ranks_to_start(["--trainer.strategy=ring_ddp", "--trainer.devices=64"], {}) == 2
+def test_a_rank_that_is_not_needed_is_gone_before_the_command_ends(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lightning_multigpu.py").write_text("import time; time.sleep(60)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with ranks_started([1, 2], [*COMMAND, "fit"]):
+        assert are_waiting()
+        process, _ = _waiting[1]
+        taken = launch_rank(2, {})
+    assert not are_waiting()
+    assert process.returncode == -signal.SIGKILL
+    assert taken.poll() is None, "a rank that was launched goes on"
+    taken.kill()
+    taken.wait()
+
+
+@pytest.mark.parametrize(
+    ("trainer", "environment", "count"),
+    [
+        (RING, {}, 2),
+        ({"strategy": "gpipe"}, {"PL_TRAINER_DEVICES": "2"}, 2),
+        ({**RING, "strategy": {"class_path": "RingDDPStrategy", "init_args": {"bucket_cap_mb": 5}}}, {}, 2),
+        ({**RING, "devices": 64}, {}, 3),
+        ({**RING, "strategy": "ddp"}, {}, 1),
+        ({**RING, "strategy": {"class_path": "RingDDPStrategy", "init_args": {"start_method": "fork"}}}, {}, 1),
+        ({**RING, "devices": "auto"}, {}, 1),
+        (None, {}, 1),
+        (RING, {"SLURM_NTASKS": "2"}, 1),
+    ],
+)  # fmt: skip
+def test_ranks_that_a_command_line_will_need(
+    trainer: object, environment: dict[str, str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At most one for each core: on a machine with fewer they would delay the error message of a wrong setting."""
+    monkeypatch.setattr(fit, "usable_cores", lambda: 3)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"trainer": trainer}))
+    for saved in ([f"--config={tmp_path}/config.yaml"], ["--resume", str(tmp_path), "--seed_everything=1"]):
+        assert ranks_to_start(saved, environment) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        (["--trainer.strategy=gpipe"], 2),
+        (["--trainer.strategy.class_path=RingDDPStrategy", "--trainer.devices", "3"], 3),
+        (["--trainer.strategy.start_method=spawn"], 1),
+        (["--config=no.yaml"], 1),
+    ],
+)
+def test_options_override_files(
+    options: list[str], count: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(fit, "usable_cores", lambda: 3)
+    (tmp_path / "run.yaml").write_text("trainer: {devices: 2}")
+    assert ranks_to_start(["-c", f"{tmp_path}/run.yaml", *options], {}) == count
+
+
+@pytest.mark.parametrize(
+    ("argv", "count"),
+    [
+        (["/bin/lightning-multigpu", "fit", "--x"], 1),
+        (["program.py", "fit", "--x"], 0),  # it calls main(arguments): a rank would run the program
+    ],
+)
+def test_only_this_command_line_is_run_again(argv: list[str], count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(fit, "ranks_to_start", lambda *_: 2)
+    monkeypatch.setattr(fit, "ranks_started", lambda ranks, _: nullcontext(started.extend(ranks)))
+    monkeypatch.setattr(fit, "import_module", lambda _: SimpleNamespace(run=lambda *_: 0))
+    assert fit.run("fit", ["--x"]) == 0
+    assert started == [1][:count]
 
 
 @pytest.mark.launch

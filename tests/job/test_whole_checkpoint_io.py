@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import gc
 import os
 import re
@@ -18,7 +17,6 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.job.checkpoint_files import whole_checkpoint_io
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from tests import preforked
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, fit_module, state, trained_weights
@@ -112,31 +110,16 @@ def is_mapped(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
-def test_the_next_save_removes_what_a_killed_one_has_left(is_killed: bool, tmp_path: Path) -> None:
+def test_a_later_save_removes_what_a_killed_one_has_left(is_killed: bool, tmp_path: Path) -> None:
     """Each killed save left its part for ever."""
     left = tmp_path / ".epoch=3.ckpt.77.partial"
     left.write_bytes(b"half")
-    os.utime(left, (0, 0))
+    if is_killed:
+        os.utime(left, (0, 0))
     (tmp_path / ".settings").write_text("the user's")
-    with open(left, "r+b") as file:
-        if not is_killed:
-            fcntl.flock(file, fcntl.LOCK_EX)
-        WholeCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
+    WholeCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
     assert left.exists() != is_killed
     assert (tmp_path / ".settings").exists()
-
-
-def test_a_save_is_locked_until_its_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a save of another process in this folder would remove it."""
-
-    def replace(source: Any, target: Any) -> None:
-        os.utime(source, (0, 0))
-        whole_checkpoint_io._remove_left(str(tmp_path))
-        os.rename(source, target)
-
-    monkeypatch.setattr(os, "replace", replace)
-    WholeCheckpointIO().save_checkpoint({"step": 1}, tmp_path / "last.ckpt")
-    assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
 @pytest.mark.parametrize("kind", [WholeCheckpointIO, TorchCheckpointIO])

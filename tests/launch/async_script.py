@@ -56,7 +56,7 @@ class LosesRank(L.Callback):
     def _kill(self, trainer: Any) -> None:
         if trainer.global_step == 2:
             (step,) = trainer.strategy.owned.steps.values()
-            assert any(bucket.pushed is not None for bucket in step.transport._buckets)
+            assert any(part.pushed is not None for part in step.transport._parts)
             time.sleep(0.5)  # a thread sends what was pushed
             self.pid.write_text(f"{os.getpid()}\n")
             os.kill(os.getpid(), signal.SIGKILL)

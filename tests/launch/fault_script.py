@@ -26,6 +26,7 @@ from lightning_multigpu import (
     RingDDPStrategy,
     ShardedStrategy,
     TensorSplitStrategy,
+    find_last_checkpoint,
 )
 from tests import faults
 from tests.launch import outside_faults
@@ -63,7 +64,6 @@ CONTROLS: dict[str, Callable[[], object]] = {
     "breakpoint": outside_faults.breakpoint_,
     "trace": outside_faults.trace,
     "pause": outside_faults.pause,
-    "stop-guardian": outside_faults.stop_guardian,
 }
 
 
@@ -130,7 +130,7 @@ def main() -> None:
         **Card.of_environment().place(strategy_of(strategy[0] if strategy else "ring_ddp", method), ranks),
     )
     workers: dict[str, Any] = {"num_workers": int(num_workers)}
-    last = "last" if os.environ.get("RESUME") else None
+    last = find_last_checkpoint(os.environ["SAVE_TO"]) if os.environ.get("RESUME") else None
     trainer.fit(Classifier(), train_loader(Case(num_samples=96), trainer, **workers), eval_loader(), ckpt_path=last)
 
 

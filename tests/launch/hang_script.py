@@ -84,7 +84,7 @@ def main() -> None:
         failure_timeout_s=FAILURE_TIMEOUT_S,
         hang_report_s=HANG_REPORT_S,
     )
-    place = os.environ["GO_ON"]  # for the files about failures and hangs
+    place = os.environ["GO_ON"]
     options = Card.of_environment().place(strategy, RANKS)
     trainer = make_trainer(CASE, ranks=RANKS, callbacks=callbacks, default_root_dir=place, **options)
     trainer.fit(Waits(how), train_loader(CASE, RANKS), eval_loader())

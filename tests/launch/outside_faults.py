@@ -97,12 +97,6 @@ def pause() -> None:
     _aside(_pause, os.environ[_MARK])
 
 
-def stop_guardian() -> None:
-    """The guardian of this host stands still; its ranks resume it."""
-    _signal_guardian(signal.SIGSTOP)
-    time.sleep(CONTROL_S)
-
-
 def _aside(function: object, *arguments: object) -> None:
     """Calls it in a process that is not the job's."""
     name = getattr(function, "__name__", "")
@@ -119,7 +113,6 @@ def _pause(mark: str) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-            time.sleep(0.05)  # a rank that is stopped much later resumes its guardian
         if number == signal.SIGSTOP:
             time.sleep(CONTROL_S)
 

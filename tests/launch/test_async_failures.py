@@ -56,7 +56,7 @@ def test_a_rank_is_killed_while_it_pushes_and_named_in_the_programs_second_run(b
     ("start_method", "how", "what"),
     [
         ("popen", "raise", "raised ValueError"),
-        ("popen", "terminate", "was terminated (SIGTERM)"),
+        ("popen", "terminate", "was interrupted (SIGTERM)"),
         ("spawn", "exit", "ended with exit status 7"),
     ],
 )

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.fault_job import FaultJob, Outcome
 from benchmarks.fault_runs import STEP, Combination
-from lightning_multigpu.job.checkpoint_files.last_checkpoint import complete_checkpoints
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import complete_checkpoints, find_last_checkpoint
 from tests.hosts import require_hosts
 from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, fit, fit_module, state
 from tests.world import World
@@ -79,9 +78,8 @@ def one_device() -> dict[str, Any]:
 
 def resume(saved: Path) -> dict[str, Any]:
     module = Classifier()
-    checkpoints = ModelCheckpoint(saved, every_n_train_steps=EVERY_STEPS, save_last=True)
-    options: dict[str, Any] = {"callbacks": [checkpoints], "enable_checkpointing": True, "val_check_interval": 6}
-    trainer = fit_module(module, "ring_ddp", 2, CASE, validation=eval_loader(), ckpt_path="last", **options)
+    options: dict[str, Any] = {"val_check_interval": 6, "ckpt_path": find_last_checkpoint(saved)}
+    trainer = fit_module(module, "ring_ddp", 2, CASE, validation=eval_loader(), **options)
     return {"weights": state(module), "resumed": len(module.seen), "global_step": trainer.global_step}
 
 

@@ -38,7 +38,7 @@ def test_two_hosts_train_as_one_device(
         for host in hosts:
             torchrun = [
                 *("-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", str(ranks // 2)),
-                *("--node-rank", str(host.node_rank), "--master-addr", host.master_address, "--master-port", "29600"),
+                *("--node-rank", str(host.node_rank), "--master-addr", hosts[0].address, "--master-port", "29600"),
             ]
             if launcher == "torchrun":
                 job.start(host, [sys.executable, *torchrun, *arguments], {})

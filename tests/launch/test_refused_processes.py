@@ -18,17 +18,15 @@ from lightning_multigpu.emulation import EmulatedHosts, Host, HostsUnavailable
 from lightning_multigpu.emulation.job import HostsJob
 from lightning_multigpu.job.failure_watch import FailureWatch
 from lightning_multigpu.job.guardian import Guardian, GuardianError, start
+from lightning_multigpu.job.guardian.proc import _LIMITS as LIMITS
 from lightning_multigpu.job.joining import Joining
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import _Ranks
 from lightning_multigpu.job.run_signals import RunSignals
 from tests.job.guardian.job import eventually, is_alive
 from tests.job.test_failure_watch import RUN
-from tests.strategies.tasks import Case, Classifier, make_trainer, train_loader
 
 pytestmark = pytest.mark.launch
-
-MEMORY = "there may be no memory for another process: see `free`, and memory.max of the container"
 
 
 def refuse(*_: Any, **__: Any) -> NoReturn:
@@ -69,25 +67,14 @@ def test_a_rank_that_cannot_be_started(method: str, monkeypatch: pytest.MonkeyPa
             _Ranks(RUN, "fork", lambda *_: time.sleep(600), guardian)  # type: ignore[arg-type]
         pid = done[0][0][0].pid
     rank = "rank 2 of 2" if method == "popen" else "rank 1 of 2"
-    assert caught.value.__notes__ == [f"{rank} on this host cannot start: {MEMORY}; or lower num_workers"]
+    assert caught.value.__notes__ == [f"{rank} on this host cannot start: {LIMITS}"]
     assert eventually(lambda: not is_alive(pid) and not is_alive(guardian.pid))
 
 
-def test_a_module_that_cannot_be_copied_to_new_processes() -> None:
-    """The error was Python's own about the local object, and named no way out."""
-    trainer, module = make_trainer(Case(), "ring_ddp_spawn", 2), Classifier()
-    module.own = lambda: None
-    with pytest.raises(ValueError, match=r"local object .*<lambda>'\. Define .* or use 'ring_ddp', which"):
-        trainer.fit(module, train_loader(Case(), trainer))
-
-
-@pytest.mark.parametrize("fork", ["first", "second"])
-def test_a_guardian_that_cannot_be_started(fork: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guardian leaves its parent by a fork of its own, of whose failure only a traceback told."""
-    own_fork = subprocess.CompletedProcess([], 1, f"[Errno 12] Cannot allocate memory; {MEMORY}\n")
-    monkeypatch.setattr(start.subprocess, "run", refuse if fork == "first" else lambda *_, **__: own_fork)
+def test_a_guardian_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start.subprocess, "run", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
-    expected = rf"^the guardian does not start: \[Errno 12\] Cannot allocate memory; {re.escape(MEMORY)}"
+    expected = rf"^the guardian does not start: \[Errno 12\] Cannot allocate memory; {re.escape(LIMITS)}"
     with pytest.raises(GuardianError, match=expected):
         Guardian.start(num_ranks=1)
     assert len(os.listdir("/proc/self/fd")) == descriptors
@@ -100,6 +87,6 @@ def test_a_command_on_a_host_that_cannot_be_started(monkeypatch: pytest.MonkeyPa
     done: list[Any] = []
     with EmulatedHosts(2) as hosts:
         monkeypatch.setattr(Host, "popen", refusing_the_second(Host.popen, done))
-        with pytest.raises(HostsUnavailable, match=rf"the command on host1 .*: \[Errno 12\] .*; {re.escape(MEMORY)}"):
+        with pytest.raises(HostsUnavailable, match=rf"the command on host1 .*: \[Errno 12\] .*; {re.escape(LIMITS)}"):
             HostsJob(hosts, ["sleep", "600"], env={})
         assert [process.returncode for _, process in done] == [-9]

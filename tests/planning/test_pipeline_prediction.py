@@ -6,80 +6,60 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, median_costs, plan
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCosts
+from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts, PipelinePlan
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.scaling.links import Link
-
-BOUNDS = [(0, 1), (1, 2)]
 
 
-def planned(schedule: str, parts: list[PartCost], bounds: list[tuple[int, int]] = BOUNDS, **given: Any) -> PipelinePlan:
-    """Two ranks; the one with the first stage holds 100 bytes of parameters and the other 40."""
-    costs = StageCosts(
-        parts,
-        [0] * (len(parts) - 2),
-        Link(0.0, 0.0),
-        schedule=schedule,
-        num_ranks=2,
-        stages_per_rank=len(bounds) // 2,
-        num_micro_batches=given.get("num_micro_batches", 3),
+def planned(
+    schedule: str, parts: list[PartCost], balance: Any, *, stages_per_rank: int = 1, num_micro_batches: int = 3
+) -> PipelinePlan:
+    """Two ranks; layers of 10, 20, 30 ... bytes, 5 before them, 7 behind them and 1 everywhere."""
+    sizes = [5, *(10 * (1 + layer) for layer in range(len(parts) - 2)), 7]
+    chain = ChainFigures(
+        name="layers",
+        measured=[MeasuredParts(samples=samples, parts=parts) for samples in (1, 8)],
+        held=[HeldBytes(size, size, 2 * size) for size in sizes],
+        everywhere=HeldBytes(1, 0, 0),
     )
-    return plan(
-        schedule,
-        costs,
-        bounds,
-        parameter_bytes=[10 * (1 + layer) for layer in range(len(parts) - 2)],
-        held=[HeldBytes(100, 0, 0), HeldBytes(40, 40, 0)],
-        one_device_s=30.0,
-        steps_s=given.get("steps_s", ()),
-    )
-
-
-def layers(*seconds: tuple[float, float]) -> list[PartCost]:
-    """Nothing before and behind; outputs of 5 bytes."""
-    return [PartCost(), *(PartCost(forward_s, backward_s, 5) for forward_s, backward_s in seconds), PartCost()]
+    return chain.plan(schedule, 2, stages_per_rank, num_micro_batches, 8, balance)
 
 
 def test_stages_are_those_of_training() -> None:
     """The first and the last stage compute what is before and after the layers."""
-    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
     parts = [PartCost(0.5, 0.25), *(PartCost(1, 2, 5) for _ in range(5)), PartCost(7, 8)]
-    found = planned("interleaved", parts, bounds, num_micro_batches=2)
+    found = planned("interleaved", parts, [1, 2, 1, 1], stages_per_rank=2, num_micro_batches=2)
     assert [stage.parameters_bytes for stage in found.stages] == [10, 50, 40, 50]
-    assert [stage.forward_s for stage in found.stages] == [1.5, 2.5, 1.5, 8.5]
+    assert [stage.forward_s for stage in found.stages] == [1.5, 2, 1, 8]
     assert [stage.backward_s for stage in found.stages] == [2.25, 4, 2, 10]
     assert [stage.output_bytes for stage in found.stages] == [5, 5, 5, 5]
-
-
-@pytest.mark.parametrize(("schedule", "in_flight"), [("gpipe", 3), ("1f1b", 2)])
-def test_memory_of_the_rank_that_needs_most(schedule: str, in_flight: int) -> None:
-    parts = [PartCost(saved_bytes=1), PartCost(0, 0, 5, 60), PartCost(0, 1, 5, 10), PartCost(saved_bytes=2)]
-    found = planned(schedule, parts)
     last_rank, rank_zero = found.memory
-    assert last_rank.activations_bytes == in_flight * 61
-    assert rank_zero.activations_bytes == (3 if schedule == "gpipe" else 1) * (5 + 10 + 2)
-    assert found.largest_memory is last_rank
-    assert (last_rank.total, rank_zero.total) == (100 + in_flight * 61, 80 + rank_zero.activations_bytes)
+    assert (last_rank.parameters_bytes, last_rank.gradients_bytes) == (1 + 5 + 10 + 40, 5 + 10 + 40)
+    assert (rank_zero.parameters_bytes, rank_zero.optimizer_bytes) == (1 + 50 + 50 + 7, 2 * (50 + 50 + 7))
+    assert found.one_device_s == 0.75 + 5 * 3 + 15
 
 
-def test_memory_of_all_stages_of_a_rank() -> None:
-    """Two micro-batches are in memory, but of the last stage one, whose backward follows at once.
+@pytest.mark.parametrize(
+    ("samples", "forward_s", "saved_bytes"), [(1, 1.0, 10), (4.5, 4.5, 45), (8, 8.0, 80), (16, 16.0, 160)]
+)
+def test_costs_follow_the_samples_of_a_micro_batch(samples: float, forward_s: float, saved_bytes: int) -> None:
+    def measured(samples: int) -> MeasuredParts:
+        part = PartCost(1.0 * samples, 2.0 * samples, 4, 10 * samples)
+        return MeasuredParts(samples=samples, parts=[PartCost(), part, PartCost()])
 
-    One layer of a rank runs again at a time.
-    """
-    bounds = [(0, 1), (1, 3), (3, 4), (4, 5)]
-    inner = [PartCost(0, 0, 5, 10, 0, again) for again in (70, 10, 30, 80, 20)]
-    parts = [PartCost(saved_bytes=1), *inner, PartCost(saved_bytes=2)]
-    last_rank, rank_zero = planned("interleaved", parts, bounds, num_micro_batches=2).memory
-    assert last_rank.activations_bytes == 2 * (1 + 10) + 2 * (5 + 10)
-    assert rank_zero.activations_bytes == 2 * (5 + 20) + (5 + 10 + 2)
-    assert (last_rank.recomputed_bytes, rank_zero.recomputed_bytes) == (80, 30)
-    assert last_rank.total == 100 + last_rank.activations_bytes + 80
+    for chosen in ([1, 8], [8]):
+        chain = ChainFigures(name="layers", measured=[*map(measured, chosen)], held=[HeldBytes(0, 0, 0)] * 3)
+        part = chain.parts_of(samples)[1]
+        assert (part.forward_s, part.saved_bytes) == (pytest.approx(forward_s), saved_bytes)
 
 
-def test_rounds_give_medians_and_their_range() -> None:
-    rounds = [layers((s, 2 * s), (s, 2 * s)) for s in (1.0, 1.1, 1.0, 9.0, 1.0)]
-    found = planned("1f1b", median_costs(rounds), steps_s=[12.0, 13.2, 12.0, 108.0, 12.0])
-    assert [(stage.forward_s, stage.backward_s) for stage in found.stages] == [(1.0, 2.0)] * 2
-    assert found.spread == pytest.approx((108 - 12) / 12)
+def test_stages_that_cannot_be_are_refused() -> None:
+    parts = [PartCost()] * 4
+    chain = ChainFigures(
+        name="layers", measured=[MeasuredParts(samples=8, parts=parts)], held=[HeldBytes(0, 0, 0)] * 4,
+        recompute=[1], num_stages=4,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="split_points makes 4 stages, and 2 ranks with 1 each have 2"):
+        chain.plan("gpipe", 2, 1, 4, 8, "parameters")
+    with pytest.raises(ValueError, match="activation_checkpointing is not possible under schedule='zero_bubble'"):
+        chain.plan("zero_bubble", 2, 2, 4, 8, "parameters")

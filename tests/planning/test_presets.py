@@ -11,7 +11,8 @@ from benchmarks.published import table
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.plans.scaling_cli import machine_of
 from lightning_multigpu.commands.usage import UsageError
-from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, PlannedMemory, PlannedStage
+from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.machine_model import World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
@@ -32,7 +33,7 @@ class TestModels:
         """6 x 125e6 x 8,192 FLOPs at half of 312e12; Adam moves 2 x 14 + 2 bytes of each parameter at 2 TB/s."""
         model = MODELS["gpt3_125m"]
         profile = moved(profile_of("gpt3_125m", model), A100)
-        phases = profile.phases[1]
+        phases = profile.phases
         assert profile.samples == 4
         assert phases.forward_s + phases.backward_s == pytest.approx(6 * 125e6 * 8192 / 156e12)
         assert phases.optimizer_s == pytest.approx(30 * 125e6 / 2e12)
@@ -46,7 +47,7 @@ class TestModels:
         part = moved(profile_of("", MODELS["gpt3_125m"], [4, 5]), A100).splits
         assert list(part) == [4], "12 heads are not split over 5"
         assert part[4].collectives == [("all_reduce", 2 * 8192 * 768)] * 48
-        assert part[4].phases[1].forward_s == pytest.approx(6 * 125e6 * 8192 / 156e12 / 3 / 4)
+        assert part[4].phases.forward_s == pytest.approx(6 * 125e6 * 8192 / 156e12 / 3 / 4)
         assert part[4].activations_bytes == 12 * 8192 * (768 * 16 + 5 * 12 * 2048 // 4)
 
     def test_stages(self) -> None:
@@ -63,20 +64,16 @@ class TestModels:
 
 
 def measured(flops: float = 3e12) -> ModelProfile:
-    """A step of 1 s forward, 3 s backward and 1 s around it; two at once take twice as long."""
+    """A step of 1 s forward, 3 s backward and 1 s around it."""
     held = HeldBytes(400, 400, 800)
     phases = Phases(forward_s=1.0, backward_s=3.0, optimizer_s=0.5, other_s=1.0)
-    stage = PlannedStage(200, 0.5, 1.5, 40)
-    memory = PlannedMemory(200, 200, 400, 10, 0)
+    parts = MeasuredParts(samples=8, parts=[PartCost(), *[PartCost(0.5, 1.5, 40)] * 2, PartCost()])
+    nothing = HeldBytes(0, 0, 0)
     return ModelProfile(
         name="Net", samples=8, parameters=100, held=held, activations_bytes=10, flops=flops, gradients=[(400, 1.0)],
-        phases={1: phases, 2: phases.times(2)},
-        splits={2: SplitPart(num_ranks=2, phases={2: phases}, collectives=[], held=held, activations_bytes=10)},
-        pipelines=[
-            PipelinePlan(
-                schedule="gpipe", num_micro_batches=1, stages=(stage, stage), memory=(memory, memory), one_device_s=4.0,
-            )
-        ],
+        phases=phases,
+        splits={2: SplitPart(num_ranks=2, phases=phases.times(0.5), collectives=[], held=held, activations_bytes=10)},
+        chain=ChainFigures(name="layers", measured=[parts], held=[nothing, *[HeldBytes(200, 200, 400)] * 2, nothing]),
     )  # fmt: skip
 
 
@@ -84,13 +81,14 @@ class TestMoved:
     def test_to_gpus(self) -> None:
         """3e12 operations at 150e12 a second take 20 ms, of which forward has a quarter as measured."""
         found = moved(measured(), A100, utilisation=150 / 312)
-        phases = found.phases[1]
+        phases = found.phases
         assert (phases.forward_s, phases.backward_s) == pytest.approx((0.005, 0.015))
         assert phases.optimizer_s == pytest.approx((2 * 400 + 2 * 800 + 400) / 2e12)
         assert phases.other_s == 1.0, "Lightning's loop, as measured"
         assert one_device(found, A100).step_s == pytest.approx(1.02, rel=1e-6)
-        assert found.splits[2].phases[1].forward_s == pytest.approx(0.005 / 2), "half of the whole beside another"
-        assert found.pipelines[0].stages[0].backward_s == pytest.approx(0.0075)
+        assert found.splits[2].phases.forward_s == pytest.approx(0.005 / 2), "half of the whole"
+        assert found.chain is not None
+        assert found.chain.parts_of(8)[1].backward_s == pytest.approx(0.0075)
         assert "sync_ps" in found.refused
 
     def test_to_a_laptop(self) -> None:
@@ -98,7 +96,7 @@ class TestMoved:
         laptop = MACHINES["laptop"]
         found = moved(measured(), laptop, utilisation=3 / 96)
         assert not found.refused
-        assert found.phases[1].forward_s == pytest.approx(250)
+        assert found.phases.forward_s == pytest.approx(250)
         assert predict(found, laptop, Candidate("gpipe"), World(1, 2)).compute_s == pytest.approx(500)
 
     def test_without_operations(self) -> None:

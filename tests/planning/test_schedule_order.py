@@ -60,20 +60,6 @@ def test_the_slowest_stage_and_its_transfers_make_the_step() -> None:
     assert step_time(orders, [1.0, 4.0], [2.0, 1.0], [0.5]) == (1 + 0.5) + 3 * 4 + (1 + 0.5) + 3 * 2
 
 
-def test_passes_that_run_at_the_same_time_share_the_cores() -> None:
-    # On the diagonals of 4 x 4 passes 1, 2, 3, 4, 3, 2 and 1 ranks work: 9 s on two cores in place of 7, and back.
-    orders = schedule_orders("gpipe", 4, 1, 4)
-    assert step_time(orders, [1.0] * 4, [1.0] * 4, [0.0] * 3) == 14.0
-    assert step_time(orders, [1.0] * 4, [1.0] * 4, [0.0] * 3, cores=2) == pytest.approx(18.0)
-    assert step_time(orders, [1.0] * 4, [1.0] * 4, [0.0] * 3, cores=1) == pytest.approx(32.0)
-    assert step_time(orders, [0.0] * 4, [0.0] * 4, [1.0, 5.0, 2.0], cores=1) == pytest.approx(
-        step_time(orders, [0.0] * 4, [0.0] * 4, [1.0, 5.0, 2.0])
-    )
-    # Sending takes no core: two micro-batches on two ranks, of which one sends while the other computes.
-    orders = schedule_orders("gpipe", 2, 1, 1)
-    assert step_time(orders, [1.0] * 2, [1.0] * 2, [5.0], cores=1) == pytest.approx(4 + 2 * 5)
-
-
 def test_micro_batches_in_memory() -> None:
     assert [in_flight(order) for order in schedule_orders("gpipe", 2, 1, 5)] == [{0: 5}, {1: 5}]
     assert [in_flight(order) for order in schedule_orders("1f1b", 3, 1, 5)] == [{0: 3}, {1: 2}, {2: 1}]

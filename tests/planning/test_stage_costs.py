@@ -10,13 +10,11 @@ from torch import nn
 
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCosts
-from lightning_multigpu.planning.scaling.links import Link
 
 
 def costs(parts: list[PartCost], layers: list[int] | None = None, **options: Any) -> StageCosts:
     given = {"schedule": "gpipe", "num_ranks": 2, "stages_per_rank": 1, "num_micro_batches": 4, **options}
-    link = given.pop("link", Link(0.0, 0.0))
-    return StageCosts(parts, layers or [0] * (len(parts) - 2), link, **given)
+    return StageCosts(parts, layers or [0] * (len(parts) - 2), **given)
 
 
 def timed(*seconds: float) -> list[PartCost]:
@@ -33,21 +31,10 @@ def test_what_is_outside_of_the_chain_counts_where_it_runs() -> None:
     head = costs(timed(0, 1, 1, 1, 1, 1, 1, 2))
     assert head.bounds("time") == [(0, 4), (4, 6)]
     assert (head.forward_s(4, 6), head.backward_s(4, 6)) == (1, 3)
-    # Every stage runs what comes before the chain forward; backward the first only.
     found = costs(timed(4, 1, 1, 1, 1, 1, 1, 0))
-    assert found.bounds("time") in ([(0, 1), (1, 6)], [(0, 2), (2, 6)])
-    assert found.time_s(0, 0, 2) == 1 + 3 + 2
-    assert found.time_s(1, 2, 6) == 1 + 4
-
-
-def test_a_slow_link_moves_the_cut_to_a_small_output() -> None:
-    parts = [PartCost(0.0, 1.0, size) for size in (0, 900, 900, 900, 1, 900, 900)]
-    parts = [PartCost(), *parts[1:], PartCost()]
-    assert costs(parts).bounds("time") == [(0, 3), (3, 6)]
-    slow = costs(parts, link=Link(0.0, 0.01))
-    assert slow.bounds("time") == [(0, 4), (4, 6)]
-    assert slow.time_s(0, 0, 4) == pytest.approx(4 + 0.01)
-    assert slow.time_s(1, 4, 6) == pytest.approx(2 + 0.01)
+    assert found.bounds("time") == [(0, 1), (1, 6)]
+    assert found.time_s(0, 0, 2) == 4 + 2
+    assert found.time_s(1, 2, 6) == 4
 
 
 def test_the_slowest_rank_counts_and_not_the_slowest_stage() -> None:

@@ -1,4 +1,4 @@
-"""A report made by hand, for the tests."""
+"""A report made by hand, and documents that follow their schema."""
 
 from __future__ import annotations
 
@@ -44,3 +44,9 @@ def report_of(*records: RankRecord, **options: Any) -> dict[str, Any]:
     written: dict[str, Any] = json.loads(encoded(as_json(found)))
     assert from_json(RunDocument, written) == found
     return written
+
+
+def assert_follows_schema(report: dict[str, Any]) -> None:
+    assert as_json(from_json(RunDocument, report)) == report
+    assert [rank["rank"] for rank in report["ranks"]] == list(range(report["world"]["size"]))
+    assert len(report["world"]["hosts"]) == report["world"]["nodes"]

@@ -68,8 +68,8 @@ def with_all() -> RunDocument:
     ]
     servers = ServersSection(
         servers=[
-            ServerFigures(server=0, bytes_in=4000, bytes_out=4000),
-            ServerFigures(server=1, bytes_in=1, bytes_out=1),
+            ServerFigures(server=0, weights_bytes=8000),
+            ServerFigures(server=1, weights_bytes=2),
         ],
         workers=workers,
     )

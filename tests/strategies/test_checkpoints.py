@@ -6,17 +6,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
-from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.communication.rendezvous import RendezvousError
-from lightning_multigpu.job.checkpoint_files import last_checkpoint
 from lightning_multigpu.registry import StrategyRow
 from tests.modules import Stream
 from tests.strategies.tasks import (
@@ -26,11 +22,9 @@ from tests.strategies.tasks import (
     dataset,
     fit,
     fit_module,
-    make_trainer,
     rows_of_each_class,
     state,
 )
-from tests.strategies.tasks import train_loader as loader_for
 from tests.world import World, rank
 
 CASE = Case(optimizer="groups", num_samples=29)  # 4 steps an epoch, the last of them uneven
@@ -206,21 +200,15 @@ def test_a_loader_that_keeps_its_own_position_continues_as_any_other(tmp_path: P
     assert_same_weights({"weights": state(resumed)}, {"weights": state(whole)})
 
 
-def resume_as_ranks_see_it(paths: list[str], seen_late: bool = False) -> dict[str, Any]:
-    """Each rank resumes from its own path; on rank 1, rank 0's comes into sight only after a while."""
-    looks = iter([False] * (3 * rank() if seen_late else 0))
-    with pytest.MonkeyPatch.context() as patch:
-        exists = last_checkpoint.os.path.exists
-        patch.setattr(last_checkpoint.os.path, "exists", lambda path: next(looks, True) and exists(path))
-        return resume(CASE, "ring_ddp", 2, paths[rank()])
+def resume_as_ranks_see_it(paths: list[str]) -> dict[str, Any]:
+    return resume(CASE, "ring_ddp", 2, paths[rank()])
 
 
 def test_all_ranks_resume_from_the_file_of_rank_0(world2: World, files_of_one_device: Path) -> None:
     """Each rank looks for the newest file by itself: a host that saw an older one was steps behind, unnoticed."""
     older, newer = (str(file_of(files_of_one_device, f"within the {epoch}")) for epoch in ("first epoch", "second"))
-    for paths, seen_late in (([newer, older], False), ([newer, newer], True)):
-        for result in world2.run(resume_as_ranks_see_it, paths, seen_late):
-            _assert_continues(result, 3 * STEPS_AN_EPOCH - 6)
+    for result in world2.run(resume_as_ranks_see_it, [newer, older]):
+        _assert_continues(result, 3 * STEPS_AN_EPOCH - 6)
 
 
 def test_one_rank_that_begins_anew_is_refused_on_all(world2: World, files_of_one_device: Path) -> None:
@@ -228,33 +216,3 @@ def test_one_rank_that_begins_anew_is_refused_on_all(world2: World, files_of_one
     words = r"loads a checkpoint: yes on rank 0; no on rank 1"
     paths = [str(file_of(files_of_one_device, "at its end")), None]
     world2.run_raising(RendezvousError, words, resume_as_ranks_see_it, paths)
-
-
-def test_a_file_that_a_host_does_not_see_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(last_checkpoint, "_SEEN_WITHIN_S", 0.0)
-    with pytest.raises(FileNotFoundError, match=r"does not see '.*last\.ckpt', the checkpoint that rank 0 loads; save"):
-        last_checkpoint.await_file(tmp_path / "last.ckpt", lambda: None)
-
-
-@pytest.mark.parametrize("start_method", ["popen", "fork"])
-def test_resuming_where_nothing_was_saved_ends_before_any_process_starts(
-    start_method: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Lightning warned, and trained from the beginning: the logger had opened the directory of a new version."""
-    monkeypatch.chdir(tmp_path)
-
-    def trainer(**options: Any) -> L.Trainer:
-        options = {"enable_checkpointing": True, "logger": CSVLogger("runs", name="digits"), **options}
-        return make_trainer(CASE, RingDDPStrategy(start_method=start_method), 2, **options)
-
-    def refused(trainer: L.Trainer) -> str:
-        with pytest.raises(ValueError, match=r"^ckpt_path='last': ") as caught:
-            trainer.fit(Classifier(), loader_for(CASE, 2), ckpt_path="last")
-        return str(caught.value).removeprefix("ckpt_path='last': ")
-
-    assert "in runs/digits/version_0/checkpoints, where this run saves; pass ckpt_path=None" in refused(trainer())
-    assert "no complete checkpoint in checkpoints, where this run saves" in refused(trainer(logger=False))
-    assert "this Trainer has no ModelCheckpoint" in refused(trainer(enable_checkpointing=False, logger=False))
-    save(CASE, None, 1, "runs/digits/version_0/checkpoints", 3, False)
-    earlier = "An earlier run has saved runs/digits/version_0/checkpoints/step=3.ckpt (epoch 0, step 3): to go on"
-    assert f"{earlier} from it, pass ckpt_path=lightning_multigpu.find_last_checkpoint('runs/" in refused(trainer())

@@ -111,7 +111,7 @@ IS_SHORTENED = r"self.rows = nn.Embedding\(..., max_norm=0.5\)"
     ("name", "kind", "words"),
     [
         *(
-            (name, FollowsItsOwnValue, LR + r"0.02 on rank 0; 0.2 on rank 1\nReduceLROnPlateau follows 'own_value'")
+            (name, FollowsItsOwnValue, LR + r"0.02 on rank 0; 0.2 on rank 1\n.*ReduceLROnPlateau")
             for name in [*NAMES, "tensor_split"]
         ),
         ("ring_ddp", ChangesItsLearningRate, LR + r".* on rank 0; .* on rank 1"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 
-from lightning_multigpu import HybridStrategy, TensorSplitStrategy
+from lightning_multigpu import TensorSplitStrategy
 from lightning_multigpu.registry import StrategyRow
 from tests.strategies.tasks import Case as TrainingCase
 from tests.strategies.tasks import (
@@ -108,8 +108,6 @@ def _applies(row: StrategyRow, name: str) -> bool:
     if row not in rows_of_each_class() and name not in ORDER_MATTERS:
         return False
     accepted = {name for cls in row.strategy.__mro__ for name in inspect.signature(cls.__init__).parameters}
-    if row.strategy is HybridStrategy:
-        accepted.remove("activation_checkpointing")  # an option of its pipeline
     if row.strategy is TensorSplitStrategy:  # 2 ranks are one tensor group, which averages no gradients
         accepted -= {"gradient_as_bucket_view", "static_graph", "bucket_cap_mb"}
     return set(case.strategy) <= accepted

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.engine.errors import PipelineError
-from tests.strategies.data_parallel.test_sharded import Offloading
 from tests.strategies.tasks import Case, Classifier, fit_module, make_strategy, state
 from tests.world import World, rank
 
@@ -142,14 +141,12 @@ READS = (norm_of_all, norm_of_each, log_norm, gather, write)
 SERVERS = ("cpu_ps", "sync_ps")
 CHANGES = {
     **dict.fromkeys(SERVERS, FOLLOWED),
-    **dict.fromkeys(("ddp_sharded", "ddp_sharded, offloaded", "gpipe"), FOLLOWED + IN_PLACE),
+    **dict.fromkeys(("ddp_sharded", "gpipe"), FOLLOWED + IN_PLACE),
     "tensor_split": (*FOLLOWED, *IN_PLACE, take_another),
 }
 
 
 def strategy_of(name: str | None) -> Any:
-    if name == "ddp_sharded, offloaded":
-        return Offloading(offload_optimizer=True, start_method="popen")
     return make_strategy(name, pipeline_parallel_size=1) if name == "hybrid" else name
 
 

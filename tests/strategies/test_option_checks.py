@@ -11,8 +11,7 @@ import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 
-from lightning_multigpu import DataParallelStrategy, HybridStrategy, PipelineStrategy, RingDDPStrategy, ShardedStrategy
-from lightning_multigpu.job import shared_gpus
+from lightning_multigpu import DataParallelStrategy, PipelineStrategy, RingDDPStrategy, ShardedStrategy
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.registry import StrategyRow
@@ -55,11 +54,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: RingDDPStrategy(compression="int8", ddp_comm_hook=print), "both choose how gradients travel"),
     (lambda: RingDDPStrategy(verify_steps=1, static_graph=True), "verify_steps=1 and static_graph=True: .* leave one"),
     (lambda: PipelineStrategy(verify_steps=-1), "verify_steps=-1 is out of range; pass a whole number of 0 or more"),
-    (
-        lambda: HybridStrategy(activation_checkpointing=True),
-        "=True: .* pass pipeline={'activation_checkpointing': ...}",
-    ),
-    (lambda: HybridStrategy(verify_steps=1), "verify_steps=1: .* pass pipeline={'verify_steps': ...}"),
 ]
 
 
@@ -97,31 +91,16 @@ def test_a_string_is_no_bool(row: StrategyRow) -> None:
                 row.strategy(**{**row.options, option.name: "no"})
 
 
-def test_ranks_that_share_cores_or_a_gpu_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "usable_cores", lambda: 1)
-    with pytest.warns(UserWarning, match="devices=3: this process may use 1 CPU core.*devices=1 or fewer avoids it"):
-        checks.check_devices([CPU] * 3)
-    with pytest.warns(UserWarning, match=r"parallel_devices=\[1, 1\]: ranks that share a GPU share its time"):
-        checks.check_devices(gpus(1, 1))
-
-
-@pytest.mark.parametrize(("version", "variable"), [((2, 30, 7), "1"), ((2, 31, 2), None), ((2, 31, 2), "1")])
-def test_nccl_shares_a_gpu_from_a_version_on_where_it_is_told_to(
-    version: tuple[int, ...], variable: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_gpus, "nccl_version", lambda: version)
+def test_ranks_that_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_backend_available", lambda name: True)
     monkeypatch.delenv(SHARING_VARIABLE, raising=False)
-    if variable is not None:
-        monkeypatch.setenv(SHARING_VARIABLE, variable)
-    checks.check_shared_gpus(gpus(0, 0), "gloo")
-    checks.check_shared_gpus(gpus(0, 0), "cpu:nccl,cuda:gloo")
-    checks.check_shared_gpus(gpus(0, 1), None)
-    if (version, variable) == ((2, 31, 2), "1"):
-        checks.check_shared_gpus(gpus(0, 0), "nccl")
-        return
-    here = rf"here: NCCL {'.'.join(map(str, version))}, NCCL_MULTI_RANK_GPU_ENABLE {variable or 'unset'}\)"
-    with pytest.raises(ValueError, match=rf"parallel_devices=\[0, 0\]: .*from version 2.31 on.*{here}; pass .*'gloo'"):
-        checks.check_shared_gpus(gpus(0, 0), None)
+    checks.check_backend("gloo", "cuda", gpus(0, 0))
+    checks.check_backend("cpu:nccl,cuda:gloo", "cuda", gpus(0, 0))
+    checks.check_backend(None, "cuda", gpus(0, 1))
+    with pytest.raises(ValueError, match=r"parallel_devices=\[0, 0\]: .*from version 2.31 on.*=1 .*'gloo'"):
+        checks.check_backend(None, "cuda", gpus(0, 0))
+    monkeypatch.setenv(SHARING_VARIABLE, "1")
+    checks.check_backend("nccl", "cuda", gpus(0, 0))
 
 
 def check_run(devices: list[torch.device], num_nodes: int = 1, **options: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_multigpu.strategies.steps.share_proof import ShareProof
+from lightning_multigpu.strategies.steps.dry_run import ShareProof
 from tests.strategies.pipeline.test_coupled_losses import CLASSES, REFUSED, MixedUp, ZeroGate
 from tests.strategies.pipeline.test_kept_state import Plain
 from tests.strategies.tasks import Case, dataset, make_strategy, make_trainer

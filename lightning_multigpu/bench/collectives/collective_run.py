@@ -26,7 +26,7 @@ from lightning_multigpu.bench.collectives.operations import BY_NAME, Buffers, Op
 from lightning_multigpu.bench.jobs.host_agents import HostAgents, JobError
 from lightning_multigpu.bench.jobs.rank_process import Seat, Turns
 from lightning_multigpu.communication.metering.clocks import clock_of
-from lightning_multigpu.job.shared_gpus import ask_nccl_to_share, rank_devices, refusal_of_nccl, share_a_gpu
+from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE, rank_devices, share_a_gpu, sharing_backend
 from lightning_multigpu.report.statistics import Spread
 
 OK, NOT_SUPPORTED, FAILED, WRONG = "ok", "not supported", "failed", "wrong"
@@ -187,13 +187,11 @@ def group_of(
     """A group of all ranks; ``devices`` are those of the ranks of this host, ``device`` that of this rank.
 
     Raises:
-        RuntimeError: ranks are to share a GPU, and this NCCL, whose own message does not say so, refuses.
+        RuntimeError: ranks are to share a GPU over NCCL, whose own message does not say what it needs.
     """
     bound: dict[str, Any] = {"device_id": device} if backend == "nccl" and device.type == "cuda" else {}
-    if backend == "nccl" and share_a_gpu(devices):
-        ask_nccl_to_share()
-        if (refusal := refusal_of_nccl()) is not None:
-            raise RuntimeError(refusal)
+    if backend == "nccl" and share_a_gpu(devices) and sharing_backend() != "nccl":
+        raise RuntimeError(f"ranks share a GPU over NCCL from version 2.31 on, where {SHARING_VARIABLE}=1 is set")
     group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=timeout, **bound)
     return group
 

@@ -60,6 +60,7 @@ class HostAgents:
         self.placement = placement
         self.modules = modules
         self._jobs: list[RankJob] = []
+        self._shared = 0
         if self.prints and not placement.has_store:
             store = kept_store(placement.main_address, placement.main_port)
         else:
@@ -83,11 +84,16 @@ class HostAgents:
         """Whether this agent prints the results; the others are silent."""
         return self.placement.agent == 0
 
+    def share(self, value: Any) -> list[Any]:
+        """The values of all agents, in their order, as JSON brings them."""
+        number, agent = self._shared, self.placement.agent
+        self._shared += 1
+        self.store.set(f"{number}/{agent}", json.dumps(value))
+        return [json.loads(self.store.get(f"{number}/{other}")) for other in range(self.placement.num_agents)]
+
     def check_command(self, command: str) -> None:
         """Raises ``ValueError`` where this agent was started with another command than the first one."""
-        if self.prints:
-            self.store.set("command", command)
-        if (first := self.store.get("command").decode()) != command:
+        if (first := self.share(command)[0]) != command:
             raise ValueError(f"'{command}' here, '{first}' on the first host; run the same command on each host")
 
     def start(

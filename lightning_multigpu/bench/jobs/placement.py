@@ -48,12 +48,13 @@ def placement(
     Args:
         devices: ranks a host; None for what the launcher has started, or :data:`DEFAULT_DEVICES`.
         num_nodes: hosts; None for what the launcher has started, or 1.
-        environment: the variables: those of torchrun or SLURM, or MASTER_ADDR, MASTER_PORT and NODE_RANK.
+        environment: the variables: those of torchrun or SLURM, or MASTER_ADDR, MASTER_PORT and NODE_RANK, with
+            PL_TRAINER_NUM_NODES and PL_TRAINER_DEVICES, which ``emulate`` sets.
 
     Raises:
         ValueError: a number differs from the launcher's, or a variable is missing.
     """
-    found = _of_launcher(environment) or _of_user(devices or DEFAULT_DEVICES, num_nodes or 1, environment)
+    found = _of_launcher(environment) or _of_user(devices, num_nodes, environment)
     for name, value, started in (("devices", devices, found.devices), ("num-nodes", num_nodes, found.num_nodes)):
         if value is not None and value != started:
             raise ValueError(f"--{name}={value}, and the launcher has started {started}; leave the option out")
@@ -88,7 +89,9 @@ def _of_launcher(environment: Mapping[str, str]) -> Placement | None:
     )
 
 
-def _of_user(devices: int, num_nodes: int, environment: Mapping[str, str]) -> Placement:
+def _of_user(devices: int | None, num_nodes: int | None, environment: Mapping[str, str]) -> Placement:
+    devices = devices or int(environment.get("PL_TRAINER_DEVICES") or DEFAULT_DEVICES)
+    num_nodes = int(environment.get("PL_TRAINER_NUM_NODES") or num_nodes or 1)  # of emulate, or for Lightning
     own = Placement(devices=devices, local_ranks=tuple(range(devices)))
     if num_nodes == 1:
         return own

@@ -68,7 +68,14 @@ def figures_of(steps: Sequence[ProfiledStep]) -> dict[str, Any]:
         "activations_rate": sum(t.sent_bytes for t in activations) / (activations_s or 1.0),
         "transfers": _transfers(steps),
         "batches": round(median(step.batches for step in steps)),
+        "adding_s": _adding_s(steps),
     }
+
+
+def _adding_s(steps: Sequence[ProfiledStep]) -> float:
+    passes = [[part.end_s - part.start_s for part in step.parts if part.name == "backward"] for step in steps]
+    pairs = [each for each in passes if len(each) == 2]
+    return max(0.0, median(second - first for first, second in pairs)) if pairs else 0.0
 
 
 def medians(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:

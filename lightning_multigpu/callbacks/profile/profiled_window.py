@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from lightning_multigpu.callbacks.profile.operator_trace import launches_of, operators_of, reads_of, traced
 from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
+from lightning_multigpu.communication.metering.clocks import synchronise
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations
@@ -32,6 +34,8 @@ from lightning_multigpu.planning.rank_figures import LaunchQueue, OperatorTime, 
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
+_FEWEST = 5
+"""Steps that are counted however long they take."""
 _CALLBACKS = 8
 """The number of callbacks to list, those that take the most time."""
 _PASSES = {"forward": "forward", "backward": "backward", "weight": "backward"}
@@ -67,6 +71,7 @@ class ProfiledWindow:
     """The profiled steps of this rank; arguments are as those of :class:`.ProfilerReport`.
 
     Attributes:
+        is_over: whether all that was asked for has been measured.
         activations_bytes: the most that autograd kept for backward; None if it was not counted.
         batches: of the step that runs, which its callback counts.
         stages: the newest record of a pipeline's stages.
@@ -78,15 +83,17 @@ class ProfiledWindow:
         trainer: Trainer,
         wait: int,
         warmup: int,
-        active: int,
+        active: int | timedelta,
         *,
         operators: bool | None,
         activations: bool,
+        waits_for_device: bool,
         trace: Path | None,
     ) -> None:
         meter = getattr(trainer.strategy, "meter", None)
         self._meter = meter if isinstance(meter, Meter) else None
         self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
+        self._device = trainer.strategy.root_device if waits_for_device else torch.device("cpu")
         self._rank = trainer.global_rank
         self._node = trainer.node_rank
         workers = getattr(trainer.train_dataloader, "num_workers", None)
@@ -105,6 +112,7 @@ class ProfiledWindow:
         self._reads: list[ReadValues] = []
         self._launches: LaunchQueue | None = None
         self._trace = trace
+        self.is_over = False
         self.stages: StageRecord | None = None
         self.activations_bytes: int | None = None
         self.batches = 0
@@ -131,13 +139,13 @@ class ProfiledWindow:
         if self._meter is not None and self._meter.listener == self._heard:
             self._meter.listener = None
 
-    def _steps(self, trainer: Trainer, wait: int, warmup: int, active: int) -> Generator[None]:
+    def _steps(self, trainer: Trainer, wait: int, warmup: int, active: int | timedelta) -> Generator[None]:
         """What is measured in which step; each ``yield`` returns at the end of an optimizer step."""
         for _ in range(wait):
             yield
         with self._recorded(trainer):
             start_s = self.now()
-            while len(self._counted) < active:
+            while not self._is_enough(active):
                 yield
                 begin_s, start_s = start_s, self.now()
                 if self.interrupted:
@@ -159,6 +167,13 @@ class ProfiledWindow:
             # Stacks make the host slower, so that it would not be ahead of its GPU.
             with traced(lambda recorded: self._reads.extend(reads_of(recorded)), with_stack=True):
                 yield
+        self.is_over = True
+
+    def _is_enough(self, active: int | timedelta) -> bool:
+        if isinstance(active, int):
+            return len(self._counted) >= active
+        seconds = active.total_seconds()
+        return len(self._counted) >= _FEWEST and self._counted[-1][1] - self._counted[0][0] >= seconds
 
     def _write(self, recorded: profile) -> None:
         """Keeps the operators of a step, and writes its trace."""
@@ -220,7 +235,7 @@ class ProfiledWindow:
     @contextmanager
     def _recorded(self, trainer: Trainer) -> Iterator[None]:
         """Records actions and transfers. The listener stays: what has begun in the window may end later."""
-        self._recorder = recorder = ActionRecorder(_profiler(trainer), self.now)
+        self._recorder = recorder = ActionRecorder(_profiler(trainer), self._now_of_device)
         trainer.profiler = recorder  # type: ignore[attr-defined]
         if self._meter is not None:
             self._meter.listener = self._heard
@@ -230,6 +245,10 @@ class ProfiledWindow:
             self._end_s = self.now()
             if _profiler(trainer) is recorder:
                 trainer.profiler = recorder.inner  # type: ignore[attr-defined]
+
+    def _now_of_device(self) -> float:
+        synchronise(self._device)
+        return self.now()
 
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,10 +11,14 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
+from lightning_multigpu.callbacks.other_processes import Usage, share_of_others, usage
+from lightning_multigpu.callbacks.profile.model_figures import model_figures
 from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow
 from lightning_multigpu.callbacks.run_report import RunReport, is_fast_dev_run
+from lightning_multigpu.planning.rank_figures import ModelFigures
 from lightning_multigpu.report import document, page
 from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 
 
 class ProfilerReport(RunReport):
@@ -41,12 +46,15 @@ class ProfilerReport(RunReport):
     Args:
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
         warmup: steps at its beginning that are not counted.
-        active: steps that are counted.
+        active: steps that are counted; or the time for which they are, at least 5.
         operators: whether two steps are recorded by torch's profiler, whose first start takes seconds. None: on GPUs,
             where it tells whether the host runs ahead of its GPU, and what makes it wait.
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
             hooks count them: ``torch.func.grad`` and related functions raise an error under such hooks, and compiled
             layers may be compiled once more.
+        for_plan: whether the profile has what ``lightning-multigpu plan --profile`` needs of one device: activations,
+            and on the first batch trial steps that count operations, and time gradients and layers. They leave the
+            module as it was. On GPUs the host waits for the device between phases.
         print_table, write_file: as those of :class:`RunReport`, for all files.
 
     Raises:
@@ -60,21 +68,31 @@ class ProfilerReport(RunReport):
         *,
         wait: int = 5,
         warmup: int = 1,
-        active: int = 10,
+        active: int | timedelta = 10,
         operators: bool | None = None,
         activations: bool = False,
+        for_plan: bool = False,
         print_table: bool = True,
         write_file: bool = True,
     ) -> None:
         super().__init__(print_table=print_table, write_file=write_file)
         for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
-            if value < least:
+            if isinstance(value, int) and value < least:
                 raise ValueError(f"{name}={value}: must be at least {least} optimizer steps")
         self.page_path: Path | None = None
         """The path of ``report.html``, on rank 0."""
         self._window_steps = wait, warmup, active
-        self._operators, self._activations = operators, activations
+        self._operators, self._activations, self._for_plan = operators, activations or for_plan, for_plan
         self._window: ProfiledWindow | None = None
+        self._model: ModelFigures | None = None
+        self._usage: Usage | None = None
+        self.pipeline_options: PipelineOptions | None = None
+        """With ``for_plan``, options of the pipelines whose layers are timed; None for the defaults."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all that was asked for has been measured."""
+        return self._window is not None and self._window.is_over
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -86,11 +104,21 @@ class ProfilerReport(RunReport):
                 *self._window_steps,
                 operators=self._operators,
                 activations=self._activations,
+                waits_for_device=self._for_plan,
                 trace=Path(self._directory) / f"trace_rank{trainer.global_rank}.json.gz" if writes else None,
             )
             if isinstance(trainer.strategy, MultiGPUStrategy):
                 trainer.strategy.record_stages()
+        self._model, self._usage = None, None
+        if self._is_active and trainer.world_size == 1:
+            device = trainer.strategy.root_device
+            self._usage = usage([device.index or 0] if self._for_plan and device.type == "cuda" else [])
         super().on_train_start(trainer, pl_module)
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if self._is_active and self._for_plan and self._model is None:
+            self._model = model_figures(trainer, batch, batch_idx, self.pipeline_options)
 
     @override
     def on_train_batch_end(
@@ -127,7 +155,8 @@ class ProfilerReport(RunReport):
         if self._window is None:  # there was nothing to train on
             return record
         figures = self._window.figures(0 if self._memory is None else self._memory.parameters_bytes)
-        return replace(record, profiled=figures, stages=self._window.stages)
+        others = None if self._usage is None else share_of_others([self._usage], [usage()])
+        return replace(record, profiled=replace(figures, model=self._model, others=others), stages=self._window.stages)
 
     @override
     def files(self, report: document.RunDocument) -> dict[str, bytes]:

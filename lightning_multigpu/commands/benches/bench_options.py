@@ -46,11 +46,8 @@ def check_device(options: argparse.Namespace) -> None:
     if options.device == "cuda":
         import torch
 
-        from lightning_multigpu.job.shared_gpus import ask_nccl_to_share
-
         if not torch.cuda.device_count():
             raise UsageError("--device=cuda: this machine has no GPU; pass --device=cpu")
-        ask_nccl_to_share()
 
 
 @contextmanager

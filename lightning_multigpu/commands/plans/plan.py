@@ -7,7 +7,6 @@ of their meaning raises ``schema_version``; new keys do not. Times are in second
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number, strategies_of
@@ -15,8 +14,7 @@ from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, seed
 from lightning_multigpu.registry import STRATEGIES
 
-_FORMATS = (".svg", ".png", ".pdf")
-_EXAMPLE = ["--nodes", "--preset", "--batch", "--devices", "--strategies", "--link-gbit", "--picture", "--json"]
+_EXAMPLE = ["--nodes", "--preset", "--batch", "--devices", "--strategies", "--link-gbit", "--json"]
 """The further options with --example; seed has the first one."""
 _DESCRIPTION = f"""\
 Predict step time, memory and scaling under every strategy, without training:
@@ -35,7 +33,7 @@ All other options are those of "{PROGRAM} fit". A layout for GPUs can be tried o
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the plan; writes it and its picture where that was asked for.
+    """Prints the plan, and writes it where that was asked for.
 
     Raises:
         UsageError: an option, a configuration file or a setting is wrong, or the module cannot be measured.
@@ -57,9 +55,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             raise UsageError(f"--example={example}: name a machine by --preset: {', '.join(MACHINES)}")
     if options.preset is not None:
         options.preset = names_of("preset", [options.preset], MACHINES)[0]
-    check_directories(options, "json", "picture", "write")
-    if options.picture is not None:
-        _check_picture(options.picture)
+    check_directories(options, "json")
     if options.strategies is not None:
         options.strategies = strategies_of(options.strategies)
         names = [each.partition(":")[0] for each in options.strategies]
@@ -67,15 +63,6 @@ def run(name: str, arguments: Sequence[str]) -> int:
     from lightning_multigpu.commands.plans import scaling_cli
 
     return scaling_cli.run(rest, options)
-
-
-def _check_picture(path: Path) -> None:
-    if path.suffix not in _FORMATS:
-        raise UsageError(f"--picture={path}: a picture's name ends in one of {', '.join(_FORMATS)}")
-    if find_spec("matplotlib") is None:
-        raise UsageError(
-            f"--picture={path} needs matplotlib, which is not installed; pip install 'lightning-multigpu[plot]'"
-        )
 
 
 def _parser(name: str) -> OptionParser:
@@ -87,12 +74,12 @@ def _parser(name: str) -> OptionParser:
     add("--nodes", type=whole, nargs="+", metavar="N", help="numbers of hosts")
     add("--devices", type=whole, nargs="+", metavar="N", help="numbers of ranks on each host")
     add("--machine", type=Path, metavar="PATH", help="the machine.json of calibrate")
+    add("--profile", type=Path, metavar="PATH", help="the multigpu_report.json of a ProfilerReport(for_plan=True) on "
+        "one device, instead of a measurement")  # fmt: skip
     add("--preset", metavar="NAME", help="a machine by name, instead of --machine, such as a100_100gbit")
     add("--example", metavar="NAME", help="a model by name, instead of a configuration, such as "
         "gpt3_1.3b, on a --preset; or seed, the arithmetic of data parallel training")  # fmt: skip
     add("--batch", type=whole, metavar="B", help="samples of a rank's batch of the --example")
     add("--link-gbit", type=above_0, metavar="G", help="bandwidth between neighbouring devices, in Gbit/s")
-    add("--picture", type=Path, metavar="PATH", help="draw the plan there: svg, png or pdf")
-    add("--write", type=Path, metavar="PATH", help="write the best configuration there")
     add("--json", type=Path, metavar="PATH", help="write the plan there too")
     return parser

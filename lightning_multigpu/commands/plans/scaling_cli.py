@@ -5,27 +5,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import yaml
 
 from lightning_multigpu.bench.strategies.contenders import contender
-from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, this_machine
-from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
+from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, read, this_machine
+from lightning_multigpu.commands.plans.measured_model import measured_model, model_of, split_sizes
+from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences, from_json
+from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, moved, profile_of
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
 from lightning_multigpu.registry import STRATEGIES
-from lightning_multigpu.report import scaling_table
+from lightning_multigpu.report import document, scaling_table
+from lightning_multigpu.report.schema import ReportError
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
-from lightning_multigpu.strategies.steps.lone_steps import LoneStepsError
 
+_NO_SPLITS = "a profile of one device does not say what split layers send; leave --profile out"
 _OF_PRESETS = "of data sheets, at 50 % of its peak; beside publications such plans were off by -35 to +132 %"
 
 
@@ -37,16 +40,13 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
     """
     if wanted.example is not None:
         print(f"Nothing was measured here: the model is that of Brown et al. 2020, the machine {_OF_PRESETS}")
-        scaling_table.show(_of_example(wanted), wanted.picture, wanted.json)
+        scaling_table.show(_of_example(wanted), wanted.json)
         return 0
     torch.set_num_threads(1)  # ranks are forked from this process
     cli = ScalingCLI(["fit", *arguments], wanted)
     if wanted.preset:
         print(f"The model was measured here, the machine was not: its figures are {_OF_PRESETS}")
-    scaling_table.show(cli.ranking, wanted.picture, wanted.json)
-    if wanted.write is not None:
-        wanted.write.write_text(cli.configuration())
-        print(f"Configuration of {cli.ranking.first.candidate}: {wanted.write}")
+    scaling_table.show(cli.ranking, wanted.json)
     return 0
 
 
@@ -62,6 +62,12 @@ class ScalingCLI(TrainingCLI):
         device = (getattr(strategy, "parallel_devices", None) or [strategy.root_device])[0]
         machine = machine_of(wanted, device.type)
         worlds = _worlds(wanted, machine, machine.devices if wanted.preset else max(2, trainer.num_devices))
+        for crowd in sorted({machine.crowd(world) for world in worlds} - {1, *machine.slowdown}):
+            print(
+                f"warning: how much slower {crowd} ranks of one machine compute side by side was not measured; "
+                f"'{PROGRAM} calibrate --devices {crowd}' measures it",
+                file=sys.stderr,
+            )
         candidates = _candidates(wanted, trainer.accumulate_grad_batches)
         subject = PlannedModule(
             module=model,
@@ -71,35 +77,18 @@ class ScalingCLI(TrainingCLI):
             device=device,
             pipeline_options=strategy.pipeline_options if isinstance(strategy, PipelineStrategy) else None,
         )
-        print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
-        numbers = {int(c.options["num_micro_batches"]) for c in candidates if "num_micro_batches" in c.options}
+        names = [candidate.strategy for candidate in candidates]
         try:
-            profile = measured_model(
-                subject,
-                machine,
-                worlds,
-                [candidate.strategy for candidate in candidates],
-                num_micro_batches=sorted(numbers),
-                tell=lambda what: print(f"  {what}", file=sys.stderr, flush=True),
-            )
-        except LoneStepsError as error:
-            raise UsageError(str(error)) from error
-        if wanted.preset:
-            profile = moved(profile, machine)
-        self.ranking = ranked(profile, machine, candidates, worlds)
-
-    def configuration(self) -> str:
-        """The configuration that ``fit`` takes, with the strategy that is ranked first."""
-        settings, first = self._settings(), self.ranking.first
-        classes = {row.name: row for row in STRATEGIES}
-        row = classes[first.candidate.strategy]
-        options = {**row.options, **first.candidate.options}
-        trainer = settings["trainer"]
-        trainer["strategy"] = (
-            {"class_path": row.class_path, "init_args": options} if first.candidate.options else row.name
-        )
-        trainer["devices"], trainer["num_nodes"] = first.world.devices, first.world.nodes
-        return yaml.safe_dump(settings, sort_keys=False)
+            if wanted.profile is not None:
+                profile = model_of(document.read(wanted.profile), refused={"tensor_split": _NO_SPLITS})
+            else:
+                print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
+                tell = partial(print, " ", file=sys.stderr, flush=True)
+                known = [world for world in worlds if world.size <= machine.cores(world)]
+                profile = measured_model(subject, split_sizes(known, names), tell=tell)
+        except (ShortRunError, ReportError, OSError) as error:
+            raise UsageError(f"{wanted.profile}: {error}" if wanted.profile else str(error)) from error
+        self.ranking = _ranked(moved(profile, machine) if wanted.preset else profile, machine, candidates, worlds)
 
 
 def _of_example(wanted: argparse.Namespace) -> Ranking:
@@ -107,7 +96,16 @@ def _of_example(wanted: argparse.Namespace) -> Ranking:
     worlds = _worlds(wanted, machine, machine.devices)
     sizes = sorted({size for world in worlds for size in range(2, world.size + 1) if world.size % size == 0})
     profile = profile_of(wanted.example, MODELS[wanted.example], sizes, samples=wanted.batch or 0)
-    return ranked(moved(profile, machine), machine, _candidates(wanted), worlds)
+    return _ranked(moved(profile, machine), machine, _candidates(wanted), worlds)
+
+
+def _ranked(
+    profile: ModelProfile, machine: Machine, candidates: Sequence[Candidate], worlds: Sequence[World]
+) -> Ranking:
+    try:
+        return ranked(profile, machine, candidates, worlds)
+    except ValueError as error:
+        raise UsageError(f"nothing can be predicted: {error}") from error
 
 
 def _worlds(wanted: argparse.Namespace, machine: Machine, devices: int) -> list[World]:
@@ -164,7 +162,7 @@ def _calibrated(wanted: argparse.Namespace, device_type: str) -> Machine:
             "by --preset"
         )
     try:
-        machine = from_json(path.read_text(), str(path))
+        machine = read(path)
     except ValueError as error:
         raise UsageError(str(error)) from error
     if machine.device_type != device_type:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -42,8 +41,6 @@ class CompressedAllReduce:
     Attributes:
         ring: reduces tensors other than gradients, without loss.
         step_is_finite: whether all sums of the step under way have been finite so far.
-        total_ring_bytes: bytes that a ring would have sent of all tensors so far.
-        total_sent_bytes: bytes that were sent instead.
 
     Raises:
         ValueError: ``segment_elements`` is below 1.
@@ -55,8 +52,6 @@ class CompressedAllReduce:
         if segment_elements < 1:
             raise ValueError(f"segment_elements={segment_elements}: a message must hold at least 1 element")
         self.compressor = compressor
-        self.total_ring_bytes = 0
-        self.total_sent_bytes = 0
         self.step = 0
         self._segment_elements = segment_elements
         self.ring = RingAllReduce(group)
@@ -89,8 +84,6 @@ class CompressedAllReduce:
         Tensors must be finished in the order in which they began, and before :meth:`end_step`.
         """
         _check(tensor)
-        self.total_ring_bytes += self.ring.sent_bytes(tensor)
-        self.total_sent_bytes += self.sent_bytes(tensor)
         if self.world_size == 1:
             return self.ring.begin(tensor, average=average)
         flat = tensor.detach().view(-1)
@@ -115,11 +108,6 @@ class CompressedAllReduce:
         if self._errors is not None and self._loss_scale is not None and self._loss_scale != loss_scale:
             self._errors.scale(loss_scale / self._loss_scale)
         self._loss_scale = loss_scale
-
-    def summary(self) -> str:
-        """One line with the bytes that compression has saved."""
-        ratio = self.total_ring_bytes / self.total_sent_bytes if self.total_sent_bytes else math.nan
-        return f"{self.compressor!r}: {ratio:.2f} times fewer bytes between hosts"
 
     def _exchange(self, values: Tensor, key: Hashable, average: bool) -> OwnerSummed:
         errors = None if self._errors is None else self._errors.begin(key, values.numel())

@@ -1,12 +1,12 @@
-"""Compressors that write gradients in fewer bytes: bfloat16, or 8-bit integers."""
+"""Compressors that write gradients in fewer bytes, bfloat16 or 8-bit integers, from a user's setting."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -99,7 +99,8 @@ class Int8(Compressor):
     has_error_feedback = True
 
     def __post_init__(self) -> None:
-        require_int("chunk_size", self.chunk_size, at_least=1, why="a scale is shared by at least 1 element")
+        if isinstance(self.chunk_size, bool) or not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ValueError(f"chunk_size={self.chunk_size!r}: elements share a scale; use an integer of 1 or more")
 
     def encoded_bytes(self, numel: int) -> int:
         return self._scales_bytes(numel) + numel
@@ -142,7 +143,24 @@ class Int8(Compressor):
             yield values[full:].view(1, -1), scales[-1:], integers[full:].view(1, -1)
 
 
-def require_int(name: str, value: object, *, at_least: int, why: str) -> None:
-    """Raises ValueError if ``value`` is no integer, or below the limit."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-        raise ValueError(f"{name}={value!r}: {why}; use an integer of {at_least} or more")
+COMPRESSORS: dict[str, type[Compressor]] = {kind.name: kind for kind in (Bf16, Int8)}
+"""Name -> compressor."""
+
+
+def make_compressor(compression: str | Mapping[str, Any] | Compressor) -> Compressor:
+    """The compressor of a setting: ``"int8"``, ``{"name": "int8", "chunk_size": 256}``, or a compressor itself.
+
+    Raises:
+        ValueError: the setting is none of these, or an option of the compressor is unknown or out of range.
+    """
+    if isinstance(compression, Compressor):
+        return compression
+    options = {**compression} if isinstance(compression, Mapping) else {"name": compression}
+    kind = COMPRESSORS.get(str(options.pop("name", None)))
+    if kind is None:
+        known = ", ".join(map(repr, COMPRESSORS))
+        raise ValueError(f"compression={compression!r} is unknown; use {known}, or a mapping with such a name")
+    try:
+        return kind(**options)
+    except TypeError as error:  # names the option
+        raise ValueError(f"compression={compression!r}: {error}") from None

@@ -22,7 +22,6 @@ gradients, so that the sum over ranks loses nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -40,12 +39,6 @@ _ALIGNMENT_BYTES = 64
 # Messages with one tag between two ranks arrive in the order of sending. The ring uses higher tags.
 TO_OWNER = 1
 FROM_OWNER = 2
-
-
-def wait_all(works: Iterable[dist.Work]) -> None:
-    """Waits for all works."""
-    for work in works:
-        work.wait()
 
 
 @dataclass(frozen=True)
@@ -148,7 +141,8 @@ class OwnerSummed:
             for segment, work in zip(self.segments[peer], self._sums[peer], strict=True):
                 work.wait()
                 all_finite &= self._decode(segment, self.buffers.sums_in[peer])
-        wait_all(self._sends)
+        for send in self._sends:
+            send.wait()
         return all_finite
 
     def _sum_and_send(self, index: int, segment: Segment) -> None:

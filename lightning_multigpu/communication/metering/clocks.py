@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -100,38 +98,3 @@ def synchronise(device: torch.device) -> None:
     """Returns when the device has completed all of its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class CoreWait:
-    """The time for which this thread was ready to run while other threads had the cores.
-
-    It reads a Linux file that stays open within the block; on other systems it is 0.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
-
-    def __enter__(self) -> CoreWait:
-        with suppress(OSError):
-            self._descriptor = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def seconds(self) -> float:
-        """Seconds since the thread began."""
-        if self._descriptor is None:
-            return 0.0
-        return int(os.pread(self._descriptor, 100, 0).split()[1]) * 1e-9
-
-
-def timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that ``work`` takes until its results are in the device's memory."""
-    synchronise(device)
-    start_s = time.perf_counter()
-    work()
-    synchronise(device)
-    return time.perf_counter() - start_s

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -210,49 +210,47 @@ class Meter:
     def _resolve(self) -> None:
         while self._pending and self._pending[0].done():
             step = self._pending.popleft()
+            traffic, exposed = _sum_up(step)
             if self.listener is not None:
-                self.listener(step.transfers, _exposed(step.transfers, _waits(step)))
-            self.steps.append(_sum_up(step))
+                self.listener(step.transfers, exposed)
+            self.steps.append(traffic)
 
 
-def _sum_up(step: PendingStep) -> StepTraffic:
-    waits = _waits(step)
-    by_operation: dict[tuple[str, str, int], list[Transfer]] = {}
+def _sum_up(step: PendingStep) -> tuple[StepTraffic, list[Interval]]:
+    """The figures of a step, and the times in which the main thread waited for a transfer."""
+    waits = merged(wait.interval() for wait in step.waits)
+    by_operation: dict[tuple[str, str, int], list[tuple[Transfer, Interval]]] = {}
     for transfer in step.transfers:
-        by_operation.setdefault((transfer.operation, transfer.group, transfer.group_size), []).append(transfer)
-    operations = tuple(
-        OperationTotals(
-            operation=operation,
-            group=group,
-            group_size=group_size,
-            count=len(transfers),
-            size_bytes=sum(transfer.size_bytes for transfer in transfers),
-            sent_bytes=sum(transfer.sent_bytes for transfer in transfers),
-            memory_bytes=sum(transfer.memory_bytes for transfer in transfers),
-            total_s=length(_busy(transfers)),
-            exposed_s=length(_exposed(transfers, waits)),
+        key = transfer.operation, transfer.group, transfer.group_size
+        by_operation.setdefault(key, []).append((transfer, transfer.interval()))
+    operations, spans, exposures = [], [], []
+    for (operation, group, group_size), timed in by_operation.items():
+        transfers = [transfer for transfer, _ in timed]
+        busy = merged(interval for _, interval in timed)
+        hidden_or_not = merged(interval for transfer, interval in timed if not transfer.blocking)
+        blocking = [interval for transfer, interval in timed if transfer.blocking]
+        exposed = merged([*blocking, *overlaps(hidden_or_not, waits)])
+        operations.append(
+            OperationTotals(
+                operation=operation,
+                group=group,
+                group_size=group_size,
+                count=len(transfers),
+                size_bytes=sum(transfer.size_bytes for transfer in transfers),
+                sent_bytes=sum(transfer.sent_bytes for transfer in transfers),
+                memory_bytes=sum(transfer.memory_bytes for transfer in transfers),
+                total_s=length(busy),
+                exposed_s=length(exposed),
+            )
         )
-        for (operation, group, group_size), transfers in by_operation.items()
-    )
+        spans += busy
+        exposures += exposed
+    exposed = merged(exposures)
     return StepTraffic(
         index=step.index,
         start_s=step.start_s,
         end_s=step.end_s,
-        operations=operations,
-        total_s=length(_busy(step.transfers)),
-        exposed_s=length(_exposed(step.transfers, waits)),
-    )
-
-
-def _waits(step: PendingStep) -> list[Interval]:
-    return merged(wait.interval() for wait in step.waits)
-
-
-def _busy(transfers: Sequence[Transfer]) -> list[Interval]:
-    return merged(transfer.interval() for transfer in transfers)
-
-
-def _exposed(transfers: Sequence[Transfer], waits: list[Interval]) -> list[Interval]:
-    blocking = [transfer.interval() for transfer in transfers if transfer.blocking]
-    others = merged(transfer.interval() for transfer in transfers if not transfer.blocking)
-    return merged([*blocking, *overlaps(others, waits)])
+        operations=tuple(operations),
+        total_s=length(merged(spans)),
+        exposed_s=length(exposed),
+    ), exposed

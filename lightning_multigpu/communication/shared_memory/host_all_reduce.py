@@ -16,7 +16,8 @@ Sums are made in the order of ranks, so all ranks and all runs get the same bits
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -105,12 +106,18 @@ class SharedMemoryAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
             ConnectionLostError: another rank has ended, :meth:`abort` was called, or the time is up.
         """
+        self.plan(tensor, average=average)()
+        return tensor
+
+    def plan(self, tensor: Tensor, *, average: bool = False) -> Callable[[], object]:
+        """What reduces ``tensor`` whenever it is called, as long as the tensor's memory stays the same."""
         flat = _flat(tensor, average)
         moved = self._in_place.rows(flat) if flat.nbytes > IN_PLACE_FROM_BYTES else None
         if moved is not None:
             own_parts = [self._shards(row, None)[self.rank] for row in moved]
-            self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own_parts, average, to_all=True), _nothing)
-            return tensor
+            return partial(
+                self._buffers.run, 1, _nothing, lambda _: self._sum_chunks(own_parts, average, to_all=True), _nothing
+            )
         chunks = self._chunks(flat)
         rows = self._buffers.rows
 
@@ -131,11 +138,10 @@ class SharedMemoryAllReduce:
             out = chunks[chunk]
             out.copy_(rows(1, 0, out)[-1])
 
-        if self.world_size == 2 or flat.nbytes <= self.direct_bytes:
-            self._buffers.run(len(chunks), write, sum_all)
-        else:
-            self._buffers.run(len(chunks), write, sum_own, read_sums)
-        return tensor
+        is_direct = self.world_size == 2 or flat.nbytes <= self.direct_bytes
+        return partial(
+            self._buffers.run, len(chunks), *((write, sum_all) if is_direct else (write, sum_own, read_sums))
+        )
 
     def reduce_scatter(self, tensor: Tensor, *, average: bool = False, bounds: Bounds | None = None) -> Tensor:
         """Writes the sums over all ranks into this rank's shard of ``tensor``.

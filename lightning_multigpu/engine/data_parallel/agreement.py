@@ -1,9 +1,10 @@
 """Agreement of the data ranks, one batch ahead, on the samples of each rank's next batch.
 
-The announcement of batch k + 1 travels while batch k is trained on, so that no rank waits for it::
+A rank fetches batch k + 1 before it trains on batch k. What it has to say of it travels with the vote of all ranks on a
+stop, which follows each batch, and costs no message of its own::
 
-    rank 0     fetch 0, announce | train 0, fetch 1, announce | train 1, fetch 2: end, announce | stop
-    rank 1     fetch 0, announce | train 0, fetch 1, announce | train 1, fetch 2,      announce | stop
+    rank 0     fetch 0, tell | fetch 1, train 0, vote and tell 1 | fetch 2: end, train 1, vote and tell 2 | stop
+    rank 1     fetch 0, tell | fetch 1, train 0, vote and tell 1 | fetch 2,      train 1, vote and tell 2 | stop
 
 Without it a rank that runs out of data leaves the others waiting for its gradients for ever.
 """
@@ -12,22 +13,17 @@ from __future__ import annotations
 
 import functools
 import operator
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader
 
-from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.communication.rank_ranges import ranks_text
+from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.batch_distribution import CountedBatchSampler
 
@@ -35,8 +31,6 @@ UnevenInputs = Literal["stop", "join"]
 LossReduction = Literal["mean", "sum"] | Callable[[Any], float]
 
 _END = object()
-_SETTLE_S = 0.5
-_LOOK_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -61,81 +55,66 @@ class Announcement:
 
 
 class Announcer:
-    """Exchanges one announcement a batch over a group; at most one is under way.
+    """Tells all ranks of each rank's next batch.
 
     Args:
-        group: all ranks, on a back end that moves CPU tensors; nothing else may use it meanwhile.
-        meter: records the traffic, as group "control".
+        group: all ranks, on a back end that moves CPU tensors.
         ranks_a_batch: the number of neighbouring ranks that train on the same batch, as one data rank. The first rank
             announces for all of them; the data rank has no further batch as soon as one of its ranks has none.
+        flags: returns the bits that this rank shows all ranks.
+        common: returns a number that has to be the same on all ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meter: Meter, *, ranks_a_batch: int = 1) -> None:
-        self._group = group
-        self._ranks_a_batch = ranks_a_batch
-        self._world_size = dist.get_world_size(group)
-        self._ranks = ranks_text(dist.get_process_group_ranks(group))
-        self._meter = meter
-        self._pending: tuple[dist.Work, Tensor, Transfer] | None = None
+    def __init__(
+        self,
+        group: MeteredGroup,
+        *,
+        ranks_a_batch: int = 1,
+        flags: Callable[[], int] = lambda: 0,
+        common: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        self._group, self._ranks_a_batch = group, ranks_a_batch
+        self._flags, self._common = flags, common
+        self._mine: tuple[int, float] | None = None
+        self._heard: Announcement | None = None
 
-    def announce(self, samples: int, weight: float, *, flags: int, common: float = 0.0) -> None:
-        """Announces this rank's next batch; returns at once."""
-        self.drop()
-        mine = torch.tensor([samples, weight, flags, common], dtype=torch.float64)
-        everyone = torch.empty(self._world_size * mine.numel(), dtype=torch.float64)
-        size_bytes = everyone.nbytes
-        transfer = self._meter.begin(
-            "all_gather", group="control", group_size=self._world_size, size_bytes=size_bytes, ranks=self._ranks,
-            awaited=False,
-        )  # fmt: skip
-        # Not by all_gather_into_tensor, which torch 2.13 has renamed.
-        work = dist.all_gather(list(everyone.chunk(self._world_size)), mine, group=self._group, async_op=True)
-        assert work is not None
-        work.get_future().add_done_callback(lambda future: _end(transfer, future))
-        self._pending = (work, everyone, transfer)
+    def announce(self, samples: int, weight: float) -> None:
+        """Keeps what this rank says of its next batch until ranks agree."""
+        self._mine = samples, weight
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to tell; the same on all ranks."""
+        return self._mine is not None
+
+    def agree(self, stops: bool = False) -> bool:
+        """Tells all ranks of the next batches, and returns whether any rank stops; a collective."""
+        assert self._mine is not None
+        mine = torch.tensor([*self._mine, self._flags(), self._common(), stops], dtype=torch.float64)
+        rows = self._group.all_gather(mine).tolist()
+        shares = [rows[first : first + self._ranks_a_batch] for first in range(0, len(rows), self._ranks_a_batch)]
+        self._mine, self._heard = (
+            None,
+            Announcement(
+                samples=tuple(-1 if any(row[0] < 0 for row in share) else int(share[0][0]) for share in shares),
+                weights=tuple(share[0][1] for share in shares),
+                flags=functools.reduce(operator.or_, (int(row[2]) for row in rows)),
+                common=tuple(row[3] for row in rows),
+            ),
+        )
+        return any(row[4] for row in rows)
 
     def collect(self) -> Announcement:
-        """The announcements of all ranks; waits for the slowest."""
-        assert self._pending is not None
-        work, everyone, transfer = self._pending
-        self._pending = None
-        start_s = self._meter.now()
-        transfer.awaited()
-        try:
-            work.wait()
-        except BaseException:
-            transfer.broke()
-            raise
-        self._meter.waited(start_s, self._meter.now())
-        rows = everyone.view(self._world_size, -1).tolist()
-        shares = [rows[first : first + self._ranks_a_batch] for first in range(0, len(rows), self._ranks_a_batch)]
-        return Announcement(
-            samples=tuple(-1 if any(row[0] < 0 for row in share) else int(share[0][0]) for share in shares),
-            weights=tuple(share[0][1] for share in shares),
-            flags=functools.reduce(operator.or_, (int(row[2]) for row in rows)),
-            common=tuple(row[3] for row in rows),
-        )
-
-    def settle(self) -> bool:
-        """Waits a moment for an announcement under way; False if it has not ended by then."""
-        pending, deadline_s = self._pending, time.monotonic() + _SETTLE_S
-        while pending is not None and not pending[0].is_completed():
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(_LOOK_S)
-        return True
+        """What all ranks have said of the batch; a collective if they have not voted since."""
+        if self._heard is None:
+            self.agree()
+        heard, self._heard = self._heard, None
+        assert heard is not None
+        return heard
 
     def drop(self) -> None:
-        """Drops an announcement whose batch nobody uses because the epoch has ended."""
-        if self._pending is not None:
-            self._pending[2].awaited()
-            self._pending[0].wait()
-            self._pending = None
-
-
-def _end(transfer: Transfer, future: torch.futures.Future[Any]) -> None:
-    with suppress(BaseException), transfer:
-        future.value()
+        """Forgets a batch that nobody uses because the epoch has ended."""
+        self._mine = self._heard = None
 
 
 class LoaderWrapper:
@@ -195,8 +174,6 @@ class AgreedLoader(ContinuedLoader):
             one, and a rank without data repeats its last batch with weight 0.
         loss_reduction: the weight of a rank's loss: its samples (``"mean"``), 1 (``"sum"``), or the function's value
             for the batch.
-        flags: returns the bits that this rank shows all ranks; called before each batch.
-        common: returns a number that has to be the same on all ranks; called before each batch.
         on_agreed: called on all ranks, between the same two batches, with the announcements of the next one.
         on_uneven: called with a message, once an iteration, when ranks run out of data at different times.
         length: batches of an iteration; None if a rank's loader has no length.
@@ -214,8 +191,6 @@ class AgreedLoader(ContinuedLoader):
         uneven_inputs: UnevenInputs = "stop",
         loss_reduction: LossReduction = "mean",
         skip: Callable[[], int] = lambda: 0,
-        flags: Callable[[], int] = lambda: 0,
-        common: Callable[[], float] = lambda: 0.0,
         on_agreed: Callable[[Announcement], None] = lambda announcement: None,
         on_uneven: Callable[[str], None] = lambda message: None,
         length: int | None = None,
@@ -223,17 +198,11 @@ class AgreedLoader(ContinuedLoader):
         self._announcer = announcer
         self._uneven_inputs = uneven_inputs
         self._loss_reduction = loss_reduction
-        self._flags = flags
-        self._common = common
         self._on_agreed = on_agreed
         self._on_uneven = on_uneven
         self._length = length
         self.announced: deque[Announcement] = deque()
         super().__init__(loader, batches, skip)
-
-    def settle(self) -> bool:
-        """See :meth:`Announcer.settle`."""
-        return self._announcer.settle()
 
     def __len__(self) -> int:
         """Batches of an iteration, the same on every rank.
@@ -270,7 +239,7 @@ class AgreedLoader(ContinuedLoader):
                     )
                 batch = last
             self.announced.append(announcement)
-            # The next batch is fetched before this one is yielded, so that its announcement travels during this step.
+            # The next batch is fetched before this one is yielded: all ranks hear of it when they vote after this step.
             last, batch = batch, self._announce_next(batches)
             yield last
 
@@ -281,7 +250,7 @@ class AgreedLoader(ContinuedLoader):
         else:
             samples = self._count(batch)
             weight = self._weight(batch, samples)
-        self._announcer.announce(samples, weight, flags=self._flags(), common=self._common())
+        self._announcer.announce(samples, weight)
         return batch
 
     def _count(self, batch: Any) -> int:
@@ -330,18 +299,16 @@ def full_batch_size(loader: Any) -> int | None:
     return batches.batch_size if type(batches) is BatchSampler else None
 
 
-def agreed_length(loader: Iterable[Any], group: dist.ProcessGroup, uneven_inputs: UnevenInputs) -> int | None:
+def agreed_length(loader: Iterable[Any], group: MeteredGroup, uneven_inputs: UnevenInputs) -> int | None:
     """Batches that all ranks will take from their loaders, or None where some rank's has no length. A collective."""
     try:
         mine = len(loader) if isinstance(loader, Sized) else -1
     except TypeError:
         mine = -1
-    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.tensor([mine]), group=group)
-    known = [int(length) for length in lengths]
+    known = group.all_gather(torch.tensor(mine)).tolist()
     if min(known) < 0:
         return None
-    return min(known) if uneven_inputs == "stop" else max(known)
+    return int(min(known) if uneven_inputs == "stop" else max(known))
 
 
 def _uneven_message(exhausted: list[int], uneven_inputs: UnevenInputs) -> str:

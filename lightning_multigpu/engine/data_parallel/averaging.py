@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat
-from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, kind_of, rows_of, sparse
 
 _FLAT_BYTES = 32 << 20  # a flat copy of all parameters would double the memory of the model
 
@@ -25,20 +24,15 @@ _FLAT_BYTES = 32 << 20  # a flat copy of all parameters would double the memory 
 def average_gradients(parameters: Iterable[Tensor], group: MeteredGroup) -> None:
     """Makes each ``.grad`` the average over the ranks; a rank without one has zeros. A collective.
 
-    It stays None where no rank has one. It is sparse where all are that are there, and has the rows of all.
+    It stays None where no rank has one; a sparse one becomes dense.
     """
-    listed, dense = list(parameters), []
-    kinds = torch.tensor([kind_of(parameter.grad) for parameter in listed], dtype=torch.int32)
-    for parameter, kind in zip(listed, group.all_reduce(kinds, "max").tolist(), strict=True):
-        if kind == ABSENT:
-            continue
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
-        if kind == DENSE:
-            dense.append(gradient)
-        else:
-            rows = torch.zeros(len(gradient), dtype=torch.bool) if parameter.grad is None else rows_of(parameter.grad)
-            gradient = sparse(group.all_reduce(gradient, "mean"), group.all_reduce(rows, "max") > 0)
-        parameter.grad = gradient
+    listed = list(parameters)
+    has = torch.tensor([parameter.grad is not None for parameter in listed], dtype=torch.int32)
+    dense = []
+    for parameter, is_there in zip(listed, group.all_reduce(has, "max").tolist(), strict=True):
+        if is_there:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
+            dense.append(parameter.grad)
     for members in alike(dense, full_bytes=_FLAT_BYTES):
         apply_flat(lambda flat: flat.copy_(group.all_reduce(flat, "mean")), members)
 

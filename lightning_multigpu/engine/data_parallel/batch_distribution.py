@@ -199,43 +199,38 @@ class OnDemandBatchSampler(CountedBatchSampler):
     Args:
         batches: of the one global order, the same on every rank; lists of indices, or items that count as 1 sample.
         order: the sampler of the global order, whose seed and epoch every draw depends on.
-        take: returns the numbers of the next batches, which make one update; no number at the end of the epoch.
+        take: returns the number of the next batch; None at the end of the epoch.
 
     Attributes:
         numbers: the numbers of the batches yielded so far, kept as ``counts`` are.
     """
 
-    def __init__(self, batches: Any, order: Any, take: Callable[[], Iterable[int]]) -> None:
+    def __init__(self, batches: Any, order: Any, take: Callable[[], int | None]) -> None:
         super().__init__(batches)
         self._order = order
         self.numbers: deque[int] = deque()
         self._take = take
-        self._following: deque[int] = deque()
+        self._following: int | None = None
         self._is_exhausted = False
 
     def has_next(self) -> bool:
         """Whether this worker has a further batch; asks for one if it has none."""
         return bool(self.numbers) or self._has_following()
 
-    @property
-    def lacks_next(self) -> bool:
-        """Whether this worker has to ask for its next batch."""
-        return not (self.numbers or self._following or self._is_exhausted)
-
     def _has_following(self) -> bool:
-        if not self._following and not self._is_exhausted:
-            self._following.extend(self._take())
-            self._is_exhausted = not self._following
-        return bool(self._following)
+        if self._following is None and not self._is_exhausted:
+            self._following = self._take()
+            self._is_exhausted = self._following is None
+        return not self._is_exhausted
 
     def __iter__(self) -> Iterator[list[int]]:
         self.counts.clear()
         self.numbers.clear()
-        self._following.clear()
-        self._is_exhausted = False
+        self._following, self._is_exhausted = None, False
         drawn = _drawn(self.batches, self._order)
         while self._has_following():
-            number = self._following.popleft()
+            assert self._following is not None
+            number, self._following = self._following, None
             batch = drawn[number]
             self.counts.append(len(batch) if isinstance(batch, list) else 1)
             self.numbers.append(number)
@@ -249,7 +244,7 @@ def distribute_batches(
     rank: int,
     even: bool,
     limit: float = 1.0,
-    take: Callable[[], Iterable[int]] | None = None,
+    take: Callable[[], int | None] | None = None,
 ) -> tuple[Any, CountedBatchSampler | None]:
     """A copy of ``loader`` that counts each batch's samples and, if possible, yields this rank's share of them.
 

@@ -1,7 +1,8 @@
 """The reducer: averages gradients over the ranks, bucket by bucket, while backward still runs.
 
 torch's DistributedDataParallel collects gradients in buckets and passes each full bucket to the reducer's hook. The
-reducer's thread sends the buckets around the ring in that order. DistributedDataParallel waits for them at the end::
+reducer's thread sends the buckets around the ring in that order. DistributedDataParallel waits for them at the end. The
+main thread sends the last bucket itself if the thread is idle::
 
     main thread     backward ...... [b0 full] ..... [b1 full] ..... [b2 full] |-- waits --| optimizer
                                        |               |               |      :           :
@@ -14,6 +15,8 @@ import queue
 import threading
 from collections.abc import Callable, Hashable
 from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +26,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.compression import CompressedAllReduce
-from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, Plan, SentBytes
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.rank_ranges import ranks_text
@@ -32,8 +34,28 @@ from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.tensors import size_bytes
 
 CommHook = Callable[[Any, GradBucket], Future[Tensor]]
-_UnderWay = tuple[Callable[[], None], Tensor, Future[Tensor]]
-_Job = tuple[Tensor, int, Hashable, Future[Tensor]]
+
+
+@dataclass
+class _Bucket:
+    """A bucket of torch's, for as long as its memory stays the same.
+
+    Attributes:
+        place: its address and number of elements.
+        key: of its gradients in every step, for compression.
+        parameters, addresses: those whose gradients it has, and where in it each gradient is.
+        plan: how it is reduced; made at its first step.
+    """
+
+    index: int
+    place: tuple[int, int]
+    key: Hashable
+    parameters: list[Tensor] = field(default_factory=list)
+    addresses: list[int] = field(default_factory=list)
+    plan: Plan | None = None
+
+
+_Job = tuple[Tensor, _Bucket | None, Future[Tensor]]
 
 
 class GradientReducer:
@@ -67,28 +89,26 @@ class GradientReducer:
         if all_reduce is None and not self._nccl:
             all_reduce = HierarchicalAllReduce(None, RingAllReduce(group))
         self.all_reduce = all_reduce
+        self.compressed = None if all_reduce is None else all_reduce.compressed
         self._has_views = False
-        self._places: dict[int, tuple[tuple[int, int], list[Tensor], list[int]]] = {}
+        self._buckets: dict[int, _Bucket] = {}
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._newest: Future[Tensor] | None = None
         self._error: BaseException | None = None
         self._is_complete = False
         # The end of the last hook, on the main thread's clock or on its stream: from then on it only waits.
         self._last_bucket_s: float | None = None
         self._last_bucket: torch.cuda.Event | None = None
 
-    @property
-    def compressed(self) -> CompressedAllReduce | None:
-        """What compresses gradients; None without compression."""
-        return None if self.all_reduce is None else self.all_reduce.compressed
-
     def attach(self, module: DistributedDataParallel) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before."""
-        self._has_views, self._places = module.gradient_as_bucket_view, {}
+        self._has_views, self._buckets = module.gradient_as_bucket_view, {}
         module.register_comm_hook(state=self, hook=GradientReducer.reduce)
 
     def detach(self) -> None:
         """Frees the memory of the attached module's buckets; that module is not used any more."""
+        self._buckets = {}
         if self.all_reduce is not None:
             self.all_reduce.forget_moved()
 
@@ -119,7 +139,7 @@ class GradientReducer:
         ``key`` is that of gradients in every step, if they are to be compressed.
         """
         if self.all_reduce is not None:
-            self._begin(tensor, key, blocking=True)()
+            self._begin(tensor, None, key, blocking=True)()
             return
         with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
@@ -140,95 +160,99 @@ class GradientReducer:
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
-        self._is_complete = bucket.is_last()
+        self._is_complete, buffer = bucket.is_last(), bucket.buffer()
+        since_s: float | None = None
         try:
-            if self._has_views:
+            found: _Bucket | None = None
+            if self._has_views or not (self._nccl or self._hook):
                 with torch._C.DisableTorchFunctionSubclass():  # of split parameters these are the parts
-                    self._take_moved(bucket)
+                    found = self._found(bucket, buffer)
             if self._hook is not None:
                 return self._reduce_by_user_hook(*self._hook, bucket)
             if self._nccl:
-                return self._reduce_by_nccl(bucket.buffer())
-            return self._reduce_in_thread(bucket)
+                return self._reduce_by_nccl(buffer)
+            future: Future[Tensor] = Future()
+            is_idle, self._newest = self._newest is None or self._newest.done(), future
+            if self._is_complete and is_idle:  # no backward is left to hide it, and waking the thread takes time
+                since_s = self._meter.now()
+                self._tried(self._tried(self._begin, buffer, found) or _nothing)
+                future.set_result(buffer)
+                return future
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
+                self._thread.start()
+            if buffer.is_cuda:
+                torch.cuda.current_stream(buffer.device).synchronize()
+            self._jobs.put((buffer, found, future))
+            return future
         except BaseException as error:
             self._error = self._error or error
             failed: Future[Tensor] = Future()
-            failed.set_result(bucket.buffer())
+            failed.set_result(buffer)
             return failed
         finally:
-            if self._nccl or (self._hook is not None and bucket.buffer().is_cuda):
+            if self._nccl or (self._hook is not None and buffer.is_cuda):
                 self._last_bucket = recorded_event()
             else:
-                self._last_bucket_s = self._meter.now()
+                self._last_bucket_s = self._meter.now() if since_s is None else since_s
 
-    def _take_moved(self, bucket: GradBucket) -> None:
-        """Copies gradients into the bucket that are no longer views of it.
+    def _found(self, bucket: GradBucket, buffer: Tensor) -> _Bucket:
+        """What is known of the bucket, into which gradients are copied that are no longer views of it.
 
         ``grad.data = ...`` gives torch's view of the bucket another memory, which is written from then on.
         """
-        buffer, number = bucket.buffer(), bucket.index()
-        if buffer.is_sparse:
-            return
-        key, parameters, addresses = self._places.get(number, ((0, 0), [], []))
-        if key == (buffer.data_ptr(), buffer.numel()):
-            gradients = [parameter.grad for parameter in parameters]
-            if not any(g is None for g in gradients) and [g.data_ptr() for g in gradients] == addresses:  # type: ignore[union-attr]
-                return
-        parameters, views = bucket.parameters(), bucket.gradients()
-        self._places[number] = (buffer.data_ptr(), buffer.numel()), parameters, [view.data_ptr() for view in views]
-        for parameter, view in zip(parameters, views, strict=True):
+        index, place = bucket.index(), (0, 0) if buffer.is_sparse else (buffer.data_ptr(), buffer.numel())
+        key = None if self.compressed is None else tuple(map(id, bucket.parameters()))
+        found = self._buckets.get(index)
+        if found is None or (found.place, found.key) != (place, key):
+            found = self._buckets[index] = _Bucket(index, place, key)
+            if bucket.is_last():  # torch may have arranged them anew
+                self._buckets = {number: each for number, each in self._buckets.items() if number <= index}
+        if buffer.is_sparse or not self._has_views:
+            return found
+        with suppress(AttributeError):  # None has no address
+            if found.addresses and [p.grad.data_ptr() for p in found.parameters] == found.addresses:  # type: ignore[union-attr]
+                return found
+        found.parameters, views = bucket.parameters(), bucket.gradients()
+        found.addresses = [view.data_ptr() for view in views]
+        for parameter, view in zip(found.parameters, views, strict=True):
             if parameter.grad is None:  # this rank's loss does not depend on it
                 view.zero_()
             elif parameter.grad.data_ptr() != view.data_ptr():
                 view.copy_(parameter.grad)
-
-    def _reduce_in_thread(self, bucket: GradBucket) -> Future[Tensor]:
-        buffer = bucket.buffer()
-        key = None if self.compressed is None else tuple(map(id, bucket.parameters()))
-        future: Future[Tensor] = Future()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="gradient-ring", daemon=True)
-            self._thread.start()
-        if buffer.is_cuda:
-            torch.cuda.current_stream(buffer.device).synchronize()
-        self._jobs.put((buffer, bucket.index(), key, future))
-        return future
+        return found
 
     def _work(self) -> None:
         """Begins a bucket before it finishes the previous one, if the next one is already full."""
-        under_way: _UnderWay | None = None
+        under_way: _Job | None = None
+        finish: Callable[[], object] | None = None
         closing = False
         while not closing:
-            begun: _UnderWay | None = None
+            job: _Job | None = None
+            begun: Callable[[], object] | None = None
             with suppress(queue.Empty):
                 job = self._jobs.get(block=under_way is None)
                 closing = job is None
-                begun = None if job is None else self._begin_job(*job)
+            if job is not None:
+                begun = self._tried(self._begin, *job[:2])
             if under_way is not None:
-                self._finish_job(*under_way)
-            under_way = begun
+                self._tried(finish or _nothing)
+                under_way[2].set_result(under_way[0])
+            under_way, finish = job, begun
 
-    def _begin_job(self, buffer: Tensor, index: int, key: Hashable, future: Future[Tensor]) -> "_UnderWay":
-        finish = _nothing
+    def _tried(self, work: Callable[..., Any], *args: Any) -> Any:
+        """The result; None, and the error is kept, if there is one or was one before."""
         if self._error is None:
             try:
-                finish = self._begin(buffer, key, index)
+                return work(*args)
             except BaseException as error:
                 self._error = error
-        return finish, buffer, future
-
-    def _finish_job(self, finish: Callable[[], None], buffer: Tensor, future: Future[Tensor]) -> None:
-        if self._error is None:
-            try:
-                finish()
-            except BaseException as error:
-                self._error = error
-        future.set_result(buffer)
+        return None
 
     def _begin(
-        self, buffer: Tensor, key: Hashable, index: int | None = None, *, blocking: bool = False
-    ) -> Callable[[], None]:
-        """Starts to average a tensor and returns what finishes it; a bucket has one ``index`` in all steps."""
+        self, buffer: Tensor, bucket: _Bucket | None, key: Hashable = None, *, blocking: bool = False
+    ) -> Callable[[], object]:
+        """Starts to average a tensor and returns what finishes it."""
         assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
@@ -237,20 +261,26 @@ class GradientReducer:
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self._world_size)
             return _nothing
-        staged = buffer.cpu()
-        sent = self.all_reduce.sent_bytes(staged, key)
-        transfer = self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, sent))
+        staged, key = buffer.cpu(), key if bucket is None else bucket.key
+        if staged is not buffer:
+            bucket = None  # the copy has another memory in each step
+        make = partial(self.all_reduce.plan, staged, key, average=True)
+        plan = make() if bucket is None or bucket.plan is None else bucket.plan
+        transfer = self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, plan.sent))
         try:
-            if index is not None and staged is buffer:
-                self.all_reduce.move(buffer, index)
-            pending = self.all_reduce.begin(staged, key, average=True)
+            if bucket is not None and bucket.plan is None:
+                if self.all_reduce.move(buffer, bucket.index):
+                    plan = make()
+                    bucket.place, bucket.addresses = (buffer.data_ptr(), buffer.numel()), []
+                bucket.plan = plan  # holds the memory, so that no other bucket can have this place
+            pending = plan.begin()
         except BaseException:
             transfer.broke()
             raise
 
         def finish() -> None:
             with transfer:
-                pending.finish()
+                pending()
                 if staged is not buffer:
                     buffer.copy_(staged)
 

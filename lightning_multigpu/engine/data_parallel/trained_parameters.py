@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,18 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+from lightning_multigpu.communication.digest import compared
+from lightning_multigpu.communication.metered_group import MeteredGroup
+
+Gather = Callable[[Any], list[Any]]
+"""Gathers an object of every rank, in rank order."""
+
+
+def not_ignored(module: Module, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Those of the module's parameters or buffers that it does not exclude from DDP."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [(name, value) for name, value in named if name not in ignored]
 
 
 class TrainedParameters:
@@ -22,9 +34,9 @@ class TrainedParameters:
         self._required = [parameter.requires_grad for parameter in self._parameters]
         self._optimized: list[int] | None = None
         self._nodes = _nodes(self._parameters)
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.averaged = {p: name for p, name in self._names.items() if p.requires_grad and name not in ignored}
-        self._others = [p for p, name in self._names.items() if not p.requires_grad and name not in ignored]
+        shared: list[tuple[str, Any]] = not_ignored(module, [(name, p) for p, name in self._names.items()])
+        self.averaged = {p: name for name, p in shared if p.requires_grad}
+        self._others: list[Parameter] = [p for _, p in shared if not p.requires_grad]
 
     def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
         """True if parameters have been unfrozen, frozen, added or replaced since this object was made.
@@ -33,38 +45,55 @@ class TrainedParameters:
         layer counts as soon as an optimizer has its parameters; until then it is not trained. ``parameter.set_()``, as
         in ``register_parametrization``, counts too: it drops the hooks of gradients.
         """
-        optimized = [id(parameter) for parameter in _of(optimizers)]
+        optimized = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         if optimized != self._optimized:
             self._optimized = optimized
             if list(map(id, self._module.parameters())) != list(map(id, self._parameters)):
                 return True
         return _nodes(self._parameters) != self._nodes
 
-    def added(self) -> list[Parameter]:
-        """Parameters that the module has now and did not have before."""
-        return [parameter for parameter in self._module.parameters() if parameter not in self._names]
+    def share_changes(self, optimizers: Iterable[Optimizer], group: MeteredGroup, gather: Gather) -> None:
+        """Gives all ranks of the group the first one's values of parameters that are new; a collective.
 
-    def differences(self) -> dict[str, str]:
-        """Name -> "trained" or "frozen", for each changed parameter; it must be the same on all ranks."""
+        Raises:
+            RuntimeError: on all ranks, if they have not frozen, unfrozen and added the same parameters.
+            ValueError: a parameter of an optimizer does not belong to the module.
+        """
         before = dict(zip(self._parameters, self._required, strict=True))
-        return {
+        changes = {
             name: "trained" if parameter.requires_grad else "frozen"
             for name, parameter in self._module.named_parameters()
             if before.get(parameter) != parameter.requires_grad
         }
+        _check_alike(changes, gather, "do not train the same parameters")
+        check_belong(self._module, optimizers)
+        new = [parameter.detach() for parameter in self._module.parameters() if parameter not in self._names]
+        group.broadcast_tensors(new, src=group.first_rank)
 
     def without_gradient(self) -> list[str]:
         """Names of averaged parameters that have no gradient."""
         return [name for parameter, name in self.averaged.items() if parameter.grad is None]
 
-    def missed(self, optimizers: Iterable[Optimizer]) -> dict[str, Parameter]:
-        """Optimized parameters, by name, whose gradients nobody averages.
+    def missed(self, optimizers: Iterable[Optimizer], gather: Gather) -> list[Parameter]:
+        """Optimized parameters whose gradients nobody averages; a collective where there are any.
 
         They were unfrozen within the step, or frozen while batches were being accumulated.
+
+        Raises:
+            RuntimeError: on all ranks, if they are not the same.
         """
         found = [parameter for parameter in self._others if parameter.grad is not None]
         optimized = {id(parameter) for parameter in _of(optimizers)} if found else set()
-        return {self._names[parameter]: parameter for parameter in found if id(parameter) in optimized}
+        missed = [parameter for parameter in found if id(parameter) in optimized]
+        if missed:
+            changes = {self._names[parameter]: "trained" for parameter in missed}
+            _check_alike(changes, gather, "have no gradients of the same parameters")
+        return missed
+
+
+def _check_alike(changes: dict[str, str], gather: Gather, what: str) -> None:
+    if found := compared(changes, gather, what):
+        raise RuntimeError(f"{found}\nUnfreeze, freeze and add layers on all ranks before the same batch")
 
 
 class _Joined(torch.autograd.Function):
@@ -103,18 +132,6 @@ def check_has_shapes(module: Module) -> None:
             raise ValueError(
                 f"{name or type(part).__name__} ({type(part).__name__}) is lazy, its parameters have no shapes yet: "
                 "run one batch through it in __init__ or configure_model, or use a layer that names its input's size"
-            )
-
-
-def check_dense(module: Module) -> None:
-    """Raises ValueError for a sparse parameter or buffer, unless the module excludes it from DDP: ranks send none."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        if tensor.layout != torch.strided and name not in ignored:
-            raise ValueError(
-                f"self.{name} is sparse ({tensor.layout}), and ranks send each other dense tensors only: register its "
-                "indices and its values as buffers, and make the sparse tensor of them in the step; or use "
-                "strategy='dp', or one device"
             )
 
 

@@ -14,9 +14,8 @@ J. Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the update on the host in on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -28,10 +27,10 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike, marks_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
-from lightning_multigpu.placement.gradient_kinds import ABSENT, DENSE, SPARSE, kind_of, rows_of, sparse
+from lightning_multigpu.placement.gradient_kinds import as_dense
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
-from lightning_multigpu.placement.table import Layout, Piece, Split, elements, placed, split_of
+from lightning_multigpu.placement.table import Layout, Piece, elements, joined_state, placed, split_of
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,7 @@ class _Flat:
     gradients: Tensor
     weights: Tensor
     pieces: list[Piece]
-    present: list[int] = field(default_factory=list)
-    rows: dict[int, Tensor] = field(default_factory=dict)
+    present: list[bool] = field(default_factory=list)
 
     def whole(self, flat: Tensor, number: int) -> Tensor:
         """The place of a parameter's gradient, or of its weight, in the parameter's shape."""
@@ -63,7 +61,6 @@ class HostTransport:
         ranks: of the host; they exchange what is in memory that they share.
         reserve: makes a flat tensor of the host's memory, equally long on every rank; a collective.
         gather: collects an object of every rank, in the order of ranks; a collective.
-        split: what may be divided; by default, what the class of the optimizer allows.
     """
 
     def __init__(
@@ -74,12 +71,11 @@ class HostTransport:
         *,
         reserve: Callable[[int, torch.dtype], Tensor],
         gather: Callable[[Any], list[Any]],
-        split: Split | None = None,
     ) -> None:
         self.part = OwnedPart(optimizer)
         self.load, self.change = self.part.load_whole, self.part.take_states
         self.pushes_early = False
-        self._optimizer, self._split = optimizer, split or split_of(optimizer)
+        self._optimizer, self._split = optimizer, split_of(optimizer)
         self._ranks, self._meter, self._reserve, self._gather = ranks, meter, reserve, gather
         self._flats: list[_Flat] = []
         self._copies = EarlyCopies()
@@ -124,8 +120,6 @@ class HostTransport:
         own = [found for found in own if found[0].present[found[1].number]]
         clip((gradient for _, _, gradient in own), update.clip_value, update.clip_norm, self._ranks)
         for flat, piece, gradient in own:
-            if flat.present[piece.number] == SPARSE and self._split != "elements":
-                gradient = sparse(gradient, flat.rows[piece.number])
             gradients[self.part.pieces[flat.parameters[piece.number]][0]] = gradient
         self.part.read(parameter for flat in flats for parameter in flat.parameters)
         self.part.update(self.part.held(), gradients, **update.options)
@@ -136,28 +130,19 @@ class HostTransport:
                     parameter.copy_(flat.whole(flat.weights, number), non_blocking=True)
 
     def _present(self, update: Update) -> list[_Flat]:
-        """The flats that have a gradient on some rank; notes which of their parameters have one, and sparse rows."""
-        kinds = torch.tensor([kind_of(parameter.grad) for flat in self._flats for parameter in flat.parameters])
+        """The flats that have a gradient on some rank; notes which of their parameters have one."""
+        has = [parameter.grad is not None for flat in self._flats for parameter in flat.parameters]
         num_changed, name = update.num_changed, type(self._optimizer).__name__
-        own = torch.tensor([num_changed, num_changed**2])
-        counts = torch.cat([kinds == DENSE, kinds == SPARSE, own]).to(torch.int32)
-        *counted, all_changed, squares = self._ranks(counts).tolist()
+        told = torch.tensor([*has, num_changed, num_changed**2], dtype=torch.int32)
+        *counted, all_changed, squares = self._ranks(told).tolist()
         if all_changed**2 != self._ranks.world_size * squares:  # equal only if all ranks have changed as many
             raise ValueError(
                 f"this rank has changed {num_changed} states in optimizer.state of {name}, and all ranks together "
                 f"{all_changed}: make the change on all ranks"
             )
-        found = iter(zip(counted[: len(kinds)], counted[len(kinds) :], strict=True))
+        found = iter(counted)
         for flat in self._flats:
-            flat.present[:] = [DENSE if dense else SPARSE if is_sparse else ABSENT
-                               for dense, is_sparse in (next(found) for _ in flat.parameters)]  # fmt: skip
-            flat.rows.clear()
-            for number in [number for number, kind in enumerate(flat.present) if kind == SPARSE]:
-                parameter = flat.parameters[number]
-                rows = torch.zeros(len(parameter), dtype=torch.int32)
-                if parameter.grad is not None:
-                    rows += rows_of(parameter.grad)
-                flat.rows[number] = self._ranks(rows) > 0
+            flat.present[:] = [next(found) > 0 for _ in flat.parameters]
         return [flat for flat in self._flats if any(flat.present)]
 
     # Push
@@ -169,7 +154,7 @@ class HostTransport:
             if gradient is None:
                 place.zero_()
             elif not self._copies.has(parameter):
-                place.copy_(gradient.to_dense(), non_blocking=True)
+                place.copy_(as_dense(gradient, self._optimizer), non_blocking=True)
         self._await_device(flat)
 
     def _take_own(self, flat: _Flat) -> None:
@@ -177,7 +162,7 @@ class HostTransport:
         for piece in flat.pieces:
             gradient = flat.parameters[piece.number].grad
             if gradient is not None:
-                flat.own_gradient(piece).copy_(elements(gradient.to_dense(), piece), non_blocking=True)
+                flat.own_gradient(piece).copy_(elements(as_dense(gradient, self._optimizer), piece), non_blocking=True)
         self._await_device(flat)
 
     def _await_device(self, flat: _Flat) -> None:
@@ -200,34 +185,13 @@ class HostTransport:
 
     def states(self) -> dict[int, Any]:
         """On rank 0 the states, in host memory; elsewhere none."""
-        own = self.part.numbered_states()
-        told = self._gather({n: {name: _told(v) for name, v in state.items()} for n, state in own.items()})
-        found = {}
+        own, found = self.part.numbered_states(), {}
         parameters = (parameter for group in self._optimizer.param_groups for parameter in group["params"])
         for number, parameter in enumerate(parameters):
-            of_ranks = [states.get(number) for states in told]
-            if (first := next((state for state in of_ranks if state is not None), None)) is None:
-                continue
-            whole = {}
-            for name, value in first.items():
-                if isinstance(value, Tensor) and value.is_meta:
-                    parts = [None if state is None else state[name] for state in of_ranks]
-                    value = self._gathered(own.get(number, {}).get(name), parts, parameter)
-                whole[name] = value
-            if self._ranks.rank == 0:
-                found[number] = whole
+            present = [state for state in self._gather(own.get(number)) if state is not None]
+            if present and self._ranks.rank == 0:
+                found[number] = joined_state(present, parameter)
         return found
-
-    def _gathered(self, own: Tensor | None, parts: Sequence[Tensor | None], parameter: Parameter) -> Tensor:
-        """A tensor of the state, from the ranks' parts of it, which follow one another; their shapes are known."""
-        present = [part for part in parts if part is not None]
-        ends = [0, *accumulate(0 if part is None else part.numel() for part in parts)]
-        whole, bounds = torch.empty(ends[-1], dtype=present[0].dtype), [*pairwise(ends)]
-        if own is not None:
-            first, last = bounds[self._ranks.rank]
-            whole[first:last] = own.reshape(-1)
-        self._ranks.all_gather(whole, bounds=bounds)
-        return whole.view(present[0].shape if len(present) == 1 else parameter.shape)
 
 
 class EarlyCopies:
@@ -274,8 +238,3 @@ class EarlyCopies:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._done, self._stream = [], {}, None
-
-
-def _told(value: Any) -> Any:
-    """A tensor without memory in the place of one with dimensions."""
-    return value.to("meta") if isinstance(value, Tensor) and value.dim() > 0 else value

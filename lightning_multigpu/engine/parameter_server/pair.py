@@ -4,8 +4,9 @@ A message is a pickled value. Tensors travel beside the messages, over a connect
 wait behind gradients that are on their way. The ends of one host share memory for tensors, and only tell each other
 that a tensor is there::
 
-    worker   [gradients] --tensor--> [room]                       between hosts: copied by sockets
-             [gradients  =============room]  "there"              on one host: the same memory
+    worker   .grad --copied--> [ out  ]               [ into ] --copied--> parameters
+    ............................  |  ....................^..........................
+    server                     [ into ] average, update [ out  ]
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import contextlib
 import pickle
 import re
 import threading
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -25,11 +26,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
+from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 
 _NEVER = timedelta(days=365)
 _FRAME_BYTES = 4096  # a longer message takes two transfers
 _LENGTH_BYTES = 8
 _FRAME, _REST = 0, 1
+_ALIGNMENT_BYTES = 64
 _THERE = torch.ones(1, dtype=torch.uint8)
 _OF_CONNECTION = re.compile(r"(?i)^\[\S*gloo/|connect|timed? ?out|closed")  # Gloo has one type for all of its errors
 
@@ -98,8 +101,6 @@ class Pair:
     Attributes:
         shares_memory: both ends are on one host, and map memory of the server.
         news: the last that came beside a message; None before.
-        bytes_in: of tensors that came, through a connection or memory.
-        bytes_out: of tensors that were sent, likewise.
 
     Raises:
         PairEndedError: the other end has not come in time.
@@ -119,7 +120,6 @@ class Pair:
         self.other = 0 if is_server else 1
         self.shares_memory = False
         self.news: Any = None
-        self.bytes_in = self.bytes_out = 0
         self._expected: Reply | None = None
         self._sending = threading.Lock()
         with self.failing(), connections.noted():
@@ -129,7 +129,7 @@ class Pair:
                 )
                 for each in ("requests", "tensors")
             ]
-        self.requests, self._tensors = groups
+        self.requests, self.tensors = groups
         for group in groups:
             group._set_default_timeout(_NEVER)  # the end of a connection ends its waits
 
@@ -187,15 +187,61 @@ class Pair:
         """
         return self.expect().get()
 
-    # Tensors
 
-    def isend(self, tensor: Tensor, tag: int) -> Any:
-        """Begins to send a flat tensor, or to tell that it is in shared memory; returns the transfer, to wait for."""
-        with self.failing():
-            return self._tensors.send([_THERE if self.shares_memory else tensor.view(torch.uint8)], self.other, tag)
+@dataclass(eq=False)
+class Room:
+    """One end of the memory for the tensors of a part of the model: gradients one way, and weights the other way.
 
-    def irecv(self, tensor: Tensor, tag: int) -> Any:
-        """Begins to receive a flat tensor, or to be told of it; returns the transfer, to wait for."""
-        with self.failing():
-            into = torch.empty_like(_THERE) if self.shares_memory else tensor.view(torch.uint8)
-            return self._tensors.recv([into], self.other, tag)
+    Args:
+        number: of the part, in the job.
+        out: the flat tensor that this end sends.
+        into: the flat tensor that it receives.
+    """
+
+    pair: Pair
+    number: int
+    out: Tensor
+    into: Tensor
+    _expected: Any = field(default=None, init=False)
+
+    def send(self) -> Any:
+        """Begins to send :attr:`out`, or to tell that it is in shared memory; returns the transfer, to wait for."""
+        with self.pair.failing():
+            data = _THERE if self.pair.shares_memory else self.out.view(torch.uint8)
+            return self.pair.tensors.send([data], self.pair.other, self.number)
+
+    def expect(self) -> None:
+        """Begins to wait for a tensor, unless it waits already: the other end sends nothing before that.
+
+        So it is called long before the tensor is due: on a connection the word for it would wait behind tensors.
+        """
+        if self._expected is None:
+            with self.pair.failing():
+                data = torch.empty_like(_THERE) if self.pair.shares_memory else self.into.view(torch.uint8)
+                self._expected = self.pair.tensors.recv([data], self.pair.other, self.number)
+
+    def take(self) -> Tensor:
+        """Waits for the tensor."""
+        self.expect()
+        with self.pair.failing():
+            self._expected.wait()
+        self._expected = None
+        return self.into
+
+
+def offered(flats: Sequence[Tensor]) -> tuple[OfferedSegment, list[Tensor]]:
+    """Memory that workers of this host may map, and in it a tensor like each of these flat ones."""
+    segment = OfferedSegment(sum(_aligned(flat.nbytes) for flat in flats))
+    return segment, [*cut(segment.memory, flats)]
+
+
+def cut(memory: Tensor, flats: Sequence[Tensor]) -> Iterator[Tensor]:
+    """Tensors like these flat ones in the memory of all, uint8."""
+    start = 0
+    for flat in flats:
+        yield memory[start : start + flat.nbytes].view(flat.dtype)
+        start += _aligned(flat.nbytes)
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

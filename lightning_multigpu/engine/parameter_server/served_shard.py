@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +15,10 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
-from lightning_multigpu.engine.parameter_server.pair import Pair
-from lightning_multigpu.engine.parameter_server.rooms import Room, offered
-from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, sparse
+from lightning_multigpu.engine.parameter_server.pair import Pair, Room, offered
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update
-from lightning_multigpu.placement.table import Piece, Split, from_0, placed
+from lightning_multigpu.placement.table import Split
 
 if TYPE_CHECKING:
     from lightning_multigpu.engine.parameter_server.server import Job
@@ -37,17 +35,17 @@ class Plan:
     Attributes:
         kind: the optimizer's class.
         split: what the servers divide.
-        buckets: number, dtype, and the shapes of the pieces, which lie one after the other.
-        groups: for each group of the optimizer the bucket and the place in it of all its pieces, in their order.
-        weights: of each bucket, flat; worker 0 alone sends this and what follows.
+        parts: number, dtype, and the shapes of the pieces, which lie one after the other.
+        groups: for each group of the optimizer the part and the place in it of all its pieces, in their order.
+        weights: of each part, flat; worker 0 alone sends this and what follows.
         defaults: of the optimizer.
         values: of each group.
-        states: of pieces with which the optimizer begins, by bucket and place.
+        states: of pieces with which the optimizer begins, by part and place.
     """
 
     kind: type[Optimizer]
     split: Split
-    buckets: list[tuple[int, torch.dtype, list[torch.Size]]]
+    parts: list[tuple[int, torch.dtype, list[torch.Size]]]
     groups: list[list[tuple[int, int]]]
     weights: list[Tensor] = field(default_factory=list, compare=False)
     defaults: dict[str, Any] = field(default_factory=dict, compare=False)
@@ -56,29 +54,18 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Pushed:
-    """A worker's gradients of a bucket: how often they were pushed, their kinds, and the rows of sparse ones."""
-
-    num_pushes: int
-    kinds: list[int]
-    rows: dict[int, Tensor]
-
-
-@dataclass(frozen=True)
 class Request:
-    """A worker's request for an update, at the end of its round.
+    """A worker's request for an update.
 
     Attributes:
         update: what is asked for. Where gradients are averages, worker 0 alone pushes them.
-        pushed: the buckets that are pushed and pulled.
+        pushed: of each part that is pushed and pulled: how often it was pushed, and which pieces have a gradient.
         values: of each group, from worker 0.
-        weights: by bucket, weights that have changed on worker 0.
     """
 
     update: Update
-    pushed: dict[int, Pushed]
+    pushed: dict[int, tuple[int, list[bool]]]
     values: list[dict[str, Any]]
-    weights: dict[int, Tensor]
 
     def common(self) -> tuple[Any, ...]:
         """What all workers must ask for together."""
@@ -86,39 +73,20 @@ class Request:
 
 
 @dataclass(eq=False)
-class _Bucket:
-    """This server's part of a bucket: pieces of parameters, one after the other.
+class _Part:
+    """Pieces of parameters that travel together, one after the other in flat memory.
 
     Attributes:
         rooms: for each worker.
         version: the updates that it has been through.
-        pulled: the version that each asynchronous worker has.
+        pulled: the version that each worker has.
     """
 
-    number: int
     weights: Tensor
     pieces: list[Parameter]
-    rows: list[Piece]
     rooms: dict[int, Room] = field(default_factory=dict)
     version: int = 0
     pulled: dict[int, int] = field(default_factory=dict)
-
-    def part(self, flat: Tensor, index: int) -> Tensor:
-        """The elements of a piece, in its shape."""
-        return placed(flat, self.rows[index], self.pieces[index])
-
-
-@dataclass(frozen=True)
-class _Gradients:
-    """The gradients of a bucket for an update: flat, the kinds of the pieces, and the rows of sparse ones."""
-
-    bucket: _Bucket
-    flat: Tensor
-    kinds: list[int]
-    rows: dict[int, Tensor]
-
-    def present(self) -> Iterator[Tensor]:
-        return (self.bucket.part(self.flat, index) for index, kind in enumerate(self.kinds) if kind != ABSENT)
 
 
 class Clocks:
@@ -155,11 +123,9 @@ class Clocks:
 class ServedShard:
     """The shard of one optimizer: its pieces of parameters, and their updates.
 
-    Synchronous workers ask together, see :meth:`together`; asynchronous ones each for themselves, see :meth:`alone`.
-
     Args:
         pairs: the connections to the workers, by their numbers.
-        changing: held while asynchronous workers change what others may wait for.
+        changing: held while a worker changes what others may wait for.
 
     Attributes:
         staleness: how often the updates of each asynchronous worker had which staleness: the number of updates that
@@ -171,11 +137,9 @@ class ServedShard:
         self._clocks = Clocks(pairs, job.max_staleness)
         self.staleness: dict[int, Counter[int]] = defaultdict(Counter)
         self.plans: list[Plan] = []
-        self._buckets: dict[int, _Bucket] = {}
-        self._num_known = dict.fromkeys(pairs, 0)  # plans of each worker
+        self._parts: dict[int, _Part] = {}
         self._offered: list[OfferedSegment | None] = []
         self._kept: dict[int, list[OfferedSegment]] = defaultdict(list)
-        self._places: dict[tuple[int, int], tuple[int, int]] = {}
         self._part: OwnedPart | None = None
 
     # Parameters
@@ -188,15 +152,11 @@ class ServedShard:
             # Workers of this host read the weights in it.
             self._offered[-1], shared = offered(flats)
             flats = [copy.copy_(flat) for copy, flat in zip(shared, flats, strict=True)]
-        for flat, (number, _, shapes) in zip(flats, plan.buckets, strict=True):
-            rows = from_0(Piece(index, 0, shape.numel(), 0) for index, shape in enumerate(shapes))
-            pieces = [Parameter(flat[row.offset : row.end].view(shape), requires_grad=False)
-                      for row, shape in zip(rows, shapes, strict=True)]  # fmt: skip
-            self._buckets[number] = _Bucket(number, flat, pieces, rows)
+        for flat, (number, _, shapes) in zip(flats, plan.parts, strict=True):
+            pieces = flat.split([shape.numel() for shape in shapes])  # type: ignore[no-untyped-call]
+            shaped = [Parameter(piece.view(shape), False) for piece, shape in zip(pieces, shapes, strict=True)]
+            self._parts[number] = _Part(flat, shaped)
         self.plans.append(replace(plan, weights=[], states={}))  # which are in use from here on
-        self._places = {
-            piece: (group, place) for group, pieces in enumerate(plan.groups) for place, piece in enumerate(pieces)
-        }
         groups = [{**group, "params": pieces} for group, pieces in zip(plan.values, self._held(), strict=True)]
         if self._part is None:
             optimizer = plan.kind.__new__(plan.kind)
@@ -206,17 +166,13 @@ class ServedShard:
         else:
             self._part.optimizer.param_groups = groups
         for (number, index), state in plan.states.items():
-            self._part.states[self._buckets[number].pieces[index]] = state
+            self._part.states[self._parts[number].pieces[index]] = state
 
     def _held(self) -> list[list[Parameter]]:
-        return [[self._buckets[number].pieces[index] for number, index in group] for group in self.plans[-1].groups]
+        return [[self._parts[number].pieces[index] for number, index in group] for group in self.plans[-1].groups]
 
-    def knows_more_than(self, worker: int) -> bool:
-        """Whether worker 0 has told of parameters that the worker has not told of."""
-        return len(self.plans) > self._num_known[worker]
-
-    def welcome(self, worker: int, plan: Plan) -> list[Any] | None:
-        """Makes the rooms between this server and a worker for the buckets of the worker's next plan.
+    def welcome(self, worker: int, number: int, plan: Plan) -> list[Any] | None:
+        """Makes the rooms between this server and a worker for the parts of the worker's plan of a number.
 
         Returns:
             The memory of pushed and of pulled tensors, as a worker of this host maps it; None for other workers.
@@ -224,14 +180,13 @@ class ServedShard:
         Raises:
             UpdateError: worker 0 has another plan.
         """
-        number, pair = self._num_known[worker], self._pairs[worker]
-        if number >= len(self.plans) or plan != self.plans[number]:
+        if plan != self.plans[number]:
             raise UpdateError(
                 f"worker {worker} has other parameters, or another optimizer, than worker 0: build the model alike on "
                 "all workers"
             )
-        buckets = [self._buckets[bucket] for bucket, _, _ in plan.buckets]
-        weights = [bucket.weights for bucket in buckets]
+        pair, parts = self._pairs[worker], [self._parts[part] for part, _, _ in plan.parts]
+        weights = [part.weights for part in parts]
         offers = None
         if pair.shares_memory:
             segment, pushed = offered(weights)
@@ -243,74 +198,82 @@ class ServedShard:
         else:
             pushed = [torch.empty_like(flat) for flat in weights]
             pulled = weights if self._job.is_synchronous else [torch.empty_like(flat) for flat in weights]
-        for bucket, to_push, to_pull in zip(buckets, pushed, pulled, strict=True):
-            bucket.rooms[worker] = Room(pair, bucket.number, to_push, to_pull)
-            bucket.rooms[worker].expect_push()
-        self._num_known[worker] = number + 1
+        for part, (name, _, _), out, into in zip(parts, plan.parts, pulled, pushed, strict=True):
+            part.rooms[worker] = Room(pair, name, out, into)
+            part.rooms[worker].expect()
         return offers
 
     # Updates
 
-    def together(self, requests: Mapping[int, Request]) -> None:
-        """Makes the update that all synchronous workers ask for; returns when all have got the weights.
+    def update(self, requests: Mapping[int, Request]) -> int:
+        """Makes an update with the gradients of all synchronous workers, or of one asynchronous worker.
 
-        Gradients are summed in the order of workers, so that a run repeats bit for bit.
+        Gradients are summed in the order of workers, so that a run repeats bit for bit. Those of an asynchronous
+        worker may belong to weights that are not the newest. Returns when the workers have got the weights.
+
+        Returns:
+            The version of the weights that the workers get.
 
         Raises:
             UpdateError: workers ask for different things, or the step has failed.
         """
-        first = requests[0]
+        worker = min(requests)
+        first = requests[worker]
         if others := [request for request in requests.values() if request.common() != first.common()]:
             raise UpdateError(
                 f"workers ask for different steps: {first.common()}, {others[0].common()}; register hooks that read "
                 "gradients before a step, and change optimizer.state, on all workers"
             )
-        givers = {0: first} if first.update.is_whole else requests
-        self._take_values(first)
-        self.replace(first.weights)
-        sent = []
-        for together in self._portions(first):
-            gradients = [self._gradients(bucket, givers) for bucket in together]
-            self._clip(gradients, first.update, self._pairs[0])
-            self._update(gradients)
-            sent += [room.pull(bucket.weights) for bucket in together for room in bucket.rooms.values()]
-        self._await(0, sent)
+        givers = {worker: first} if first.update.is_whole else requests
+        if worker == 0:
+            with self._changing:
+                self._take_values(first.values)
+        at_once = self.plans[-1].split == "nothing" or first.update.clip_norm is not None  # they relate all parts
+        staleness, sent, numbers = 0, [], [*first.pushed]
+        for together in [numbers] if at_once else [[number] for number in numbers]:
+            parts = [self._parts[number] for number in together]
+            found: dict[Parameter, Tensor] = {}
+            for number in together:
+                found.update(self._gradients(number, givers))
+            self._clip(found.values(), first.update, self._pairs[worker])
+            with self._changing:  # after the updates of other workers
+                staleness = max([staleness, *(part.version - part.pulled.get(worker, 0) for part in parts)])
+                self._step(found)
+                for part in parts:
+                    part.version += 1
+                self._changing.wait_for(lambda: self._clocks.may_go_on(worker))
+                sent += self._send(parts, requests)
+        with self._changing:
+            if not self._job.is_synchronous:
+                self.staleness[worker][staleness] += 1
+            self._clocks.completes(worker)
+            self._changing.notify_all()
+        return self._await(sent)
 
-    def _await(self, worker: int, sent: Iterable[Any]) -> None:
-        with self._pairs[worker].failing():
-            for transfer in sent:
-                transfer.wait()
-
-    def _portions(self, request: Request) -> list[list[_Bucket]]:
-        """The buckets that are updated at once: all of them where the update or the norm relates them."""
-        buckets = [self._buckets[number] for number in request.pushed]
-        at_once = self.plans[-1].split == "nothing" or request.update.clip_norm is not None
-        return [buckets] if at_once else [[bucket] for bucket in buckets]
-
-    def _gradients(self, bucket: _Bucket, givers: Mapping[int, Request]) -> _Gradients:
-        """The average of what workers push of a bucket."""
-        given = [request.pushed[bucket.number] for request in givers.values()]
-        kinds = [max(of) for of in zip(*(pushed.kinds for pushed in given), strict=True)]
-        rows: dict[int, Tensor] = {}
-        for pushed in given:
-            for index, found in pushed.rows.items():
-                rows[index] = found | rows.get(index, found)
-        flats = [self._pushed(bucket, worker, request) for worker, request in givers.items()]
+    def _gradients(self, number: int, givers: Mapping[int, Request]) -> dict[Parameter, Tensor]:
+        """The average of what workers push of a part, for the pieces of which one of them has a gradient."""
+        part = self._parts[number]
+        flats = []
+        for worker, request in givers.items():
+            for _ in range(request.pushed[number][0]):  # each push takes the place of the one before
+                part.rooms[worker].take()
+            flats.append(part.rooms[worker].into)
         total = flats[0]  # in the first worker's memory: it pushes again when it has the new weights
         for flat in flats[1:]:
             total += flat
         if len(flats) > 1:
             total /= len(flats)
         for worker in givers:
-            bucket.rooms[worker].expect_push()
-        return _Gradients(bucket, total, kinds, rows)
+            part.rooms[worker].expect()
+        present = map(any, zip(*(request.pushed[number][1] for request in givers.values()), strict=True))
+        gradients = total.split([piece.numel() for piece in part.pieces])  # type: ignore[no-untyped-call]
+        return {
+            piece: gradient.view(piece.shape)
+            for piece, gradient, is_there in zip(part.pieces, gradients, present, strict=True)
+            if is_there
+        }
 
-    def _pushed(self, bucket: _Bucket, worker: int, request: Request) -> Tensor:
-        room = bucket.rooms[worker]
-        room.take_pushes(request.pushed[bucket.number].num_pushes)
-        return room.pushed
-
-    def _clip(self, gradients: Sequence[_Gradients], update: Update, pair: Pair) -> None:
+    def _clip(self, gradients: Iterable[Tensor], update: Update, pair: Pair) -> None:
         """Clips by value, or by the norm over all servers, which ``pair``'s worker adds up."""
 
         def reduce_sum(squares: Tensor) -> Tensor | float:
@@ -319,44 +282,32 @@ class ServedShard:
             pair.send(float(squares))
             return float(pair.receive())
 
-        clip((found for each in gradients for found in each.present()), update.clip_value, update.clip_norm, reduce_sum)
+        clip(gradients, update.clip_value, update.clip_norm, reduce_sum)
 
-    def _take_values(self, request: Request) -> None:
+    def _take_values(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Takes the values of worker 0's groups, which hold for all workers."""
         assert self._part is not None
-        for group, values in zip(self._part.optimizer.param_groups, request.values, strict=True):
-            group.update(values)
+        for group, of_group in zip(self._part.optimizer.param_groups, values, strict=True):
+            group.update(of_group)
 
     @torch.no_grad()
-    def _update(self, together: Iterable[_Gradients]) -> None:
+    def _step(self, found: Mapping[Parameter, Tensor]) -> None:
+        """The optimizer's step with these gradients.
+
+        Raises:
+            UpdateError: it has failed, or it has changed values of its groups, which the next step gets from worker 0.
+        """
         assert self._part is not None
         optimizer = self._part.optimizer
-        found: dict[Parameter, Tensor] = {}
-        chosen: list[tuple[tuple[int, int], Parameter]] = []
-        for gradients in together:
-            bucket = gradients.bucket
-            for index, (piece, kind) in enumerate(zip(bucket.pieces, gradients.kinds, strict=True)):
-                place = self._places.get((bucket.number, index))
-                if kind != ABSENT and place is not None:
-                    gradient = bucket.part(gradients.flat, index)
-                    is_sparse = kind == SPARSE and self.plans[-1].split != "elements"
-                    found[piece] = sparse(gradient, gradients.rows.get(index)) if is_sparse else gradient
-                    chosen.append((place, piece))
-        if not chosen:
+        held = [[piece for piece in group if piece in found] for group in self._held()]
+        if not any(held):
             return
-        held: list[list[Parameter]] = [[] for _ in optimizer.param_groups]
-        for (number, _), piece in sorted(chosen, key=lambda each: each[0]):  # in their order, as on one device
-            held[number].append(piece)
         values = [dict(group) for group in optimizer.param_groups]
         try:
             self._part.update(held, found)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
             raise UpdateError(f"the step of {type(optimizer).__name__} has failed on the server:\n{text}") from error
-        self._check_values_stay(optimizer, values)
-
-    def _check_values_stay(self, optimizer: Optimizer, values: Sequence[Mapping[str, Any]]) -> None:
-        """Raises UpdateError if the step has changed values of its groups, which the next step gets from worker 0."""
         for before, now in zip(values, optimizer.param_groups, strict=True):
             changed = [name for name, value in now.items()
                        if value is not before.get(name) and repr(value) != repr(before.get(name))]  # fmt: skip
@@ -366,60 +317,36 @@ class ServedShard:
                     "step, and servers take these values from rank 0 in each step: use strategy='cpu_ps'"
                 )
 
-    # Asynchronous workers
-
-    def alone(self, worker: int, request: Request) -> tuple[int, int]:
-        """Makes an update with the gradients of one worker, which may belong to weights that are not the newest.
-
-        Returns:
-            The version of the weights that the worker gets, and the staleness of its gradients.
-
-        Raises:
-            UpdateError: the step has failed.
-        """
-        if worker == 0:
-            with self._changing:
-                self._take_values(request)
-        staleness, sent, buckets = 0, [], [self._buckets[number] for number in request.pushed]
-        for together in self._portions(request):
-            gradients = [self._gradients(bucket, {worker: request}) for bucket in together]
-            self._clip(gradients, request.update, self._pairs[worker])
-            with self._changing:  # after the updates of other workers
-                stale = max((bucket.version - bucket.pulled[worker] for bucket in together), default=0)
-                self._update(gradients)
-                for bucket in together:
-                    bucket.version += 1
-                self._changing.wait_for(lambda: self._clocks.may_go_on(worker))
-                sent += self._pull(worker, together)
-            staleness = max(staleness, stale)
-        with self._changing:
-            self.staleness[worker][staleness] += 1
-            self._clocks.completes(worker)
-            self._changing.notify_all()
-        self._await(worker, sent)
-        return max((bucket.pulled[worker] for bucket in buckets), default=0), staleness
-
-    def _pull(self, worker: int, buckets: Iterable[_Bucket]) -> list[Any]:
-        """Sends a copy of the weights of now, since others update them while they are sent."""
+    def _send(self, parts: Iterable[_Part], workers: Iterable[int]) -> list[tuple[_Part, int, Any]]:
+        """Begins to send weights to workers; asynchronous ones get copies, since others update them meanwhile."""
         sent = []
-        for bucket in buckets:
-            room = bucket.rooms[worker]
-            sent.append(room.pull(room.pulled.copy_(bucket.weights)))
-            bucket.pulled[worker] = bucket.version
+        for part in parts:
+            for worker in workers:
+                room = part.rooms[worker]
+                if room.out is not part.weights:
+                    room.out.copy_(part.weights)
+                sent.append((part, worker, room.send()))
+                part.pulled[worker] = part.version
         return sent
+
+    def _await(self, sent: Iterable[tuple[_Part, int, Any]]) -> int:
+        """Waits until workers have what is sent to them; returns its version."""
+        version = 0
+        for part, worker, transfer in sent:
+            version = max(version, part.pulled[worker])
+            with part.rooms[worker].pair.failing():
+                transfer.wait()
+        return version
 
     def pull(self, worker: int) -> int:
         """Sends all weights to a worker; returns their version."""
         with self._changing:
-            known = [self._buckets[n] for plan in self.plans[: self._num_known[worker]] for n, _, _ in plan.buckets]
-            sent = self._pull(worker, known)
-        self._await(worker, sent)
-        return max((bucket.pulled[worker] for bucket in known), default=0)
+            sent = self._send(self._parts.values(), [worker])
+        return self._await(sent)
 
-    def replace(self, weights: Mapping[int, Tensor]) -> None:
-        """Takes weights that have changed on worker 0, by the numbers of their buckets."""
-        for number, flat in weights.items():
-            self._buckets[number].weights.copy_(flat)
+    def replace(self, number: int, weights: Tensor) -> None:
+        """Takes weights of a part that have changed on worker 0."""
+        self._parts[number].weights.copy_(weights)
 
     def pauses(self, worker: int) -> None:
         """Lets workers go on without waiting for this one until it pushes again; it may be validating."""
@@ -429,24 +356,24 @@ class ServedShard:
     def loses(self, worker: int) -> None:
         """Forgets a worker that has left, and frees the memory that it shared."""
         self._kept.pop(worker, None)
-        for bucket in self._buckets.values():
-            bucket.rooms.pop(worker, None)
+        for part in self._parts.values():
+            part.rooms.pop(worker, None)
         self.pauses(worker)
 
     # Checkpoints
 
     def state(self) -> dict[tuple[int, int], dict[str, Any]]:
-        """The optimizer's state of each piece, by bucket and place."""
+        """The optimizer's state of each piece, by part and place."""
         assert self._part is not None
         return {
-            (bucket.number, index): state
-            for bucket in self._buckets.values()
-            for index, piece in enumerate(bucket.pieces)
+            (number, index): state
+            for number, part in self._parts.items()
+            for index, piece in enumerate(part.pieces)
             if (state := self._part.states.get(piece))
         }
 
     def load(self, values: Sequence[Mapping[str, Any]], states: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
         """Takes state as :meth:`state` returns it, and values of the groups."""
         assert self._part is not None
-        found = {self._buckets[number].pieces[index]: state for (number, index), state in states.items()}
+        found = {self._parts[number].pieces[index]: state for (number, index), state in states.items()}
         self._part.load(values, found, self._held())

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
@@ -47,7 +47,8 @@ _LOOK_S = 1.0  # between two checks for machines that have vanished
 _PROBE_S = 0.5
 _POLL_S = 0.02
 _LAST_WORDS = timedelta(seconds=2)
-_OF_WORKER_0 = ("statistics", "state", "load")
+_OF_ALL = ("place", "step", "goodbye")
+"""What synchronous workers ask for together."""
 _WITHOUT_ANSWER = ("trained", "give back", "pause", "replace")
 
 
@@ -94,14 +95,10 @@ class Server:
         store.set(f"{job.name}/server {number}", own)
         self._pairs = {worker: self._joined(store, worker, own) for worker in range(job.num_workers)}
         self._shards: dict[int, ServedShard] = {}
-        self._bytes_in = self._bytes_out = 0  # of workers that have left
         # Asynchronous training
         self._queue = BatchQueue()
-        self._has_started = self._has_stopped = self._is_ending = False
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
         self._lost: list[dict[str, int]] = []
-        self._last_word: Any = None
-        self._awaiting_last_word: set[int] = set()
 
     def _joined(self, store: Store, worker: int, own: str) -> Pair:
         key, until_s = f"{self.job.name}/worker {worker}", time.monotonic() + self.job.join_timeout_s
@@ -162,82 +159,40 @@ class Server:
             if self.job.is_synchronous or 0 not in self._pairs:
                 self.end("the process that started it has ended")
 
-    # Synchronous workers
-
     def _serve_together(self) -> None:
+        """Serves synchronous workers, for which worker 0 speaks, but for what they ask for together."""
         try:
             while True:
                 messages = {0: self._pairs[0].receive()}
-                kind, *arguments = messages[0]
-                if kind in _OF_WORKER_0:
-                    self._pairs[0].send(self._answer(0, kind, *arguments))
-                    continue
-                messages |= {worker: pair.receive() for worker, pair in self._pairs.items() if worker != 0}
+                if messages[0][0] in _OF_ALL:
+                    messages |= {worker: pair.receive() for worker, pair in self._pairs.items() if worker != 0}
                 if len(kinds := {message[0] for message in messages.values()}) > 1:
                     raise UpdateError(f"workers ask for different things: {', '.join(sorted(kinds))}")
-                if kind == "goodbye":
+                if kinds == {"goodbye"}:
                     return self.end("")
-                if kind == "place":
-                    answers = {worker: self._answer(worker, *message) for worker, message in messages.items()}
+                if kinds == {"step"}:
+                    version = self._shards[messages[0][1]].update({w: message[2] for w, message in messages.items()})
+                    answers = dict.fromkeys(messages, version)
                 else:
-                    self._shards[arguments[0]].together({w: message[2] for w, message in messages.items()})
-                    answers = dict.fromkeys(messages)
+                    answers = {worker: self._answer(worker, *message) for worker, message in messages.items()}
                 for worker, answer in answers.items():
-                    self._pairs[worker].send(answer)
-        except (PairEndedError, UpdateError) as error:
-            self.end(str(error))
+                    if messages[0][0] not in _WITHOUT_ANSWER:
+                        self._pairs[worker].send(answer)
         except Exception as error:
-            self.end("".join(traceback.format_exception(error)))
-
-    def _answer(self, worker: int, kind: str, *arguments: Any) -> Any:
-        """What servers of either kind answer."""
-        if kind == "statistics":
-            return self._statistics()
-        optimizer, *rest = arguments
-        if kind == "place":
-            return self._place(worker, optimizer, *rest)
-        shard = self._shards[optimizer]
-        return shard.state() if kind == "state" else shard.load(*rest)
-
-    def _place(self, worker: int, optimizer: int, plan: Plan) -> Any:
-        """Takes new parameters; worker 0 has their weights."""
-        if optimizer not in self._shards:
-            self._shards[optimizer] = ServedShard(self._pairs, self.job, self._changing)
-        shard = self._shards[optimizer]
-        if worker == 0:
-            shard.place(plan)
-            with self._changing:
-                self._changing.notify_all()
-        elif not self.job.is_synchronous:
-            self._wait_for(lambda: shard.knows_more_than(worker) or self._is_ending)
-        return shard.welcome(worker, plan)
-
-    def _statistics(self) -> dict[str, Any]:
-        counts: dict[int, Counter[int]] = defaultdict(Counter)
-        for shard in self._shards.values():
-            for worker, found in shard.staleness.items():
-                counts[worker].update(found)
-        return {
-            "bytes_in": self._bytes_in + sum(pair.bytes_in for pair in self._pairs.values()),
-            "bytes_out": self._bytes_out + sum(pair.bytes_out for pair in self._pairs.values()),
-            "staleness": dict(sorted(counts.items())),
-        }
-
-    # Asynchronous workers
+            self.end(_problem_of(error))
 
     def _serve_alone(self, worker: int) -> None:
-        """Serves one worker until it leaves, or is lost."""
+        """Serves one asynchronous worker until it leaves, or is lost."""
         pair = self._pairs[worker]
         try:
             while (message := pair.receive())[0] != "goodbye":
-                answer = self._answer_alone(worker, *message)
+                answer = self._answer(worker, *message)
                 if message[0] not in _WITHOUT_ANSWER:
                     with self._changing:
-                        news = self._has_stopped, self._lost if worker == 0 else []
+                        news = bool(self._told["stop"]), self._lost if worker == 0 else []
                     pair.send(answer, news)
         except Exception as error:
-            known = isinstance(error, PairEndedError | UpdateError)
-            problem = str(error) if known else "".join(traceback.format_exception(error))
+            problem = _problem_of(error)
             if worker == 0 or self._ended.is_set():
                 return self.end(problem)
             with suppress(PairEndedError):
@@ -248,10 +203,7 @@ class Server:
 
     def _leaves(self, worker: int, *, is_lost: bool) -> None:
         with self._changing:
-            pair = self._pairs.pop(worker)
-            self._bytes_in += pair.bytes_in
-            self._bytes_out += pair.bytes_out
-            self._awaiting_last_word.discard(worker)
+            self._pairs.pop(worker)
             batches = self._queue.lose(worker)
             for shard in self._shards.values():
                 shard.loses(worker)
@@ -263,23 +215,17 @@ class Server:
                 self.end("")
             self._changing.notify_all()
 
-    def _answer_alone(self, worker: int, kind: str, *arguments: Any) -> Any:
-        """What servers of asynchronous workers answer; for some kinds after a wait for other workers."""
-        if kind == "ask":
-            optimizer, request = arguments
-            return self._shards[optimizer].alone(worker, request)
-        if kind == "pull":
-            return self._shards[arguments[0]].pull(worker)
+    # Answers
+
+    def _answer(self, worker: int, kind: str, *arguments: Any) -> Any:
+        """The answer to a worker; for some kinds after a wait for other workers."""
+        if kind in ("step", "pull"):  # which lock what they change
+            shard = self._shards[arguments[0]]
+            return shard.update({worker: arguments[1]}) if kind == "step" else shard.pull(worker)
         with self._changing:
-            if kind in ("trained", "give back"):
-                (self._queue.trained if kind == "trained" else self._queue.give_back)(worker, *arguments)
-                self._changing.notify_all()
-                return None
-            if kind in self._COORDINATION:
-                return self._COORDINATION[kind](self, worker, *arguments)
-            if kind == "replace":
-                return self._shards[arguments[0]].replace(arguments[1])
-            return self._answer(worker, kind, *arguments)
+            if kind in ("state", "load", "replace"):
+                return getattr(self._shards[arguments[0]], kind)(*arguments[1:])
+            return self._ANSWERS[kind](self, worker, *arguments)
 
     def _wait_for(self, is_true: Callable[[], bool]) -> None:
         """Waits for what other workers change."""
@@ -287,66 +233,69 @@ class Server:
         if self._ended.is_set():
             raise UpdateError(self._problem)
 
-    def _next(self, worker: int, epoch: int, first: int, num_batches: int, limit: int | None, waits: bool) -> Any:
-        """A worker's next batch; whether the run has no more for it; whether it may get batches of lost workers.
-
-        Worker 0 waits, if it asks so, until it gets such a batch, or no other worker can lose one.
-        """
-        if self._queue.left is None:
-            self._queue.left = limit
-
-        def look() -> tuple[int | None, bool]:
-            number = self._queue.next(worker, epoch, first=first, num_batches=num_batches)
-            return number, worker == 0 and number is None and self._queue.may_return(worker, epoch)
-
-        number, may_return = look()
-        while waits and may_return and not self._ended.is_set():
-            self._changing.wait()
-            number, may_return = look()
-        return number, number is None and self._queue.is_over(worker, epoch), may_return
-
-    def _start(self, worker: int) -> None:
-        """Worker 0 begins to train, with the weights of its checkpoint; the others wait for that."""
+    def _place(self, worker: int, optimizer: int, number: int, plan: Plan) -> Any:
+        """Takes new parameters; worker 0 has their weights."""
+        if optimizer not in self._shards:
+            self._shards[optimizer] = ServedShard(self._pairs, self.job, self._changing)
+        shard = self._shards[optimizer]
         if worker == 0:
-            self._has_started = True
+            shard.place(plan)
             self._changing.notify_all()
-        self._wait_for(lambda: self._has_started)
+        self._wait_for(lambda: number < len(shard.plans))
+        return shard.welcome(worker, number, plan)
 
-    def _stop(self, worker: int, epoch: int, at_once: bool) -> None:
-        """Worker 0 ends training, at once or with an epoch, and waits until the others have ended."""
-        self._queue.end_with(-1 if at_once else epoch)
-        self._is_ending, self._has_stopped = True, at_once
-        self._changing.notify_all()
-        self._wait_for(lambda: self._awaiting_last_word >= self._pairs.keys() - {0})
-
-    def _over(self, worker: int, last_word: Any) -> Any:
-        """The last message of worker 0, which the others wait for."""
-        if worker == 0:
-            self._last_word = last_word
-        self._awaiting_last_word.add(worker)
-        self._changing.notify_all()
-        self._wait_for(lambda: self._last_word is not None)
-        return None if worker == 0 else self._last_word
-
-    def _tell(self, worker: int, name: str, value: Any, of_all: bool) -> list[Any]:
-        """A worker's newest value of a name; worker 0 gets those of all, and may wait until all have told one."""
-        told = self._told[name]
-        told[worker] = value
-        self._changing.notify_all()
-        if worker != 0:
-            return [value]
-        if of_all:
-            self._wait_for(lambda: told.keys() >= self._pairs.keys())
-            del self._told[name]
-        return [told[each] for each in sorted(told)]
+    def _staleness(self, worker: int) -> dict[int, Counter[int]]:
+        counts: dict[int, Counter[int]] = defaultdict(Counter)
+        for shard in self._shards.values():
+            for each, found in shard.staleness.items():
+                counts[each].update(found)
+        return dict(sorted(counts.items()))
 
     def _pause(self, worker: int) -> None:
         for shard in self._shards.values():
             shard.pauses(worker)
 
-    _COORDINATION: ClassVar[dict[str, Callable[..., Any]]] = {
-        "next": _next, "start": _start, "stop": _stop, "over": _over, "tell": _tell, "pause": _pause,
+    def _next(self, worker: int, epoch: int, first: int, num_batches: int, waits: bool) -> tuple[int | None, bool]:
+        """A worker's next batch; and whether worker 0 may get batches that others have, if they are lost.
+
+        Worker 0 waits, if it asks so, until it gets such a batch, or no other worker has one.
+        """
+        while True:
+            number = self._queue.next(worker, epoch, first, num_batches)
+            may_return = worker == 0 and number is None and self._queue.others_have(worker, epoch)
+            if not (waits and may_return) or self._ended.is_set():
+                return number, may_return
+            self._changing.wait()
+
+    def _trained(self, worker: int, epoch: int, number: int) -> None:
+        self._queue.trained(worker, epoch, number)
+        self._changing.notify_all()
+
+    def _give_back(self, worker: int, epoch: int) -> None:
+        self._queue.give_back(worker, epoch)
+        self._changing.notify_all()
+
+    def _tell(self, worker: int, name: str, value: Any, awaited: Literal["nobody", "first", "all"]) -> list[Any]:
+        """Takes a worker's value of a name, and waits for that of worker 0, or of all workers that are there.
+
+        Worker 0 gets the values of all that have told one, in the order of workers; another worker gets worker 0's.
+        """
+        told = self._told[name]
+        told[worker] = value
+        self._changing.notify_all()
+        if awaited != "nobody":
+            self._wait_for(lambda: told.keys() >= ({0} if awaited == "first" else self._pairs.keys()))
+        return [told[each] for each in sorted(told) if worker == 0 or each == 0]
+
+    _ANSWERS: ClassVar[dict[str, Callable[..., Any]]] = {
+        "place": _place, "staleness": _staleness, "pause": _pause, "next": _next, "trained": _trained,
+        "give back": _give_back, "tell": _tell,
     }  # fmt: skip
+
+
+def _problem_of(error: Exception) -> str:
+    known = isinstance(error, PairEndedError | UpdateError)
+    return str(error) if known else "".join(traceback.format_exception(error))
 
 
 def joined(address: str, port: int) -> Server:

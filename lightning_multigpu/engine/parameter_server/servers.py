@@ -8,10 +8,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -21,37 +22,28 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError, Reply
 from lightning_multigpu.engine.parameter_server.server import Job
-from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 
 _LEAVING = timedelta(seconds=5)
 _LOOK_S = 1.0  # between two checks for machines that have vanished
-
-
-_Question = tuple[int, int, int, int | None]
 
 
 class Servers:
     """This worker's connections to all servers of a job, which :meth:`join` makes.
 
     Attributes:
-        unshared: the servers of this host with which no memory is shared: their name, and why.
         background: for each server the thread that works for it, one thing after the other.
-        is_exhausted: the run has no more batches for this worker, which may have some that it has yet to train on.
         numbers_of_optimizers: one for each further optimizer.
-        numbers_of_buckets: one for each further bucket, of any optimizer.
+        numbers_of_parts: one for each further part of the model, of any optimizer.
     """
 
     def __init__(self, job: Job, *, worker: int, meter: Meter) -> None:
         self.job, self.worker, self.meter = job, worker, meter
-        self.unshared: dict[str, str] = {}
-        self.is_exhausted = False
         self.pairs: list[Pair] = []
         self._connections = Connections()
         self.background = [ThreadPoolExecutor(1, "parameter servers") for _ in range(job.num_servers)]
         self._is_cut = False
         self._has_left = threading.Event()
-        self._asked: tuple[_Question, Reply] | None = None
-        self.numbers_of_optimizers, self.numbers_of_buckets = itertools.count(), itertools.count()
+        self.numbers_of_optimizers, self.numbers_of_parts = itertools.count(), itertools.count()
 
     def join(self, store: Store, await_server: Callable[[int], None]) -> None:
         """Connects to all servers; :meth:`cut` ends it.
@@ -77,11 +69,9 @@ class Servers:
                 timeout_s=self.job.join_timeout_s,
             )
             self.pairs.append(pair)
-            offer = pair.receive()
-            try:
-                pair.shares_memory = offer is not None and mapped(offer) is not None
-            except OSError as error:
-                self.unshared[label] = str(error)
+            if (offer := pair.receive()) is not None:
+                with contextlib.suppress(OSError):  # in another container, or of another user: sockets carry all
+                    pair.shares_memory = mapped(offer) is not None
             pair.send(pair.shares_memory)
         threading.Thread(target=self._watch, name="parameter servers", daemon=True).start()
 
@@ -100,10 +90,10 @@ class Servers:
             self.pairs[server].send(message)
         return expected
 
-    def statistics(self) -> ServerStatistics:
-        """What all servers have counted since they started."""
-        asked = [self.ask(server, "statistics") for server in range(self.job.num_servers)]
-        return ServerStatistics.of([answer.get() for answer in asked])
+    def staleness(self) -> dict[int, Counter[int]]:
+        """How often the updates of each asynchronous worker had which staleness; all servers count alike."""
+        asked = [self.ask(server, "staleness") for server in range(self.job.num_servers)]
+        return next((counts for answer in asked if (counts := answer.get())), {})
 
     def cut(self) -> None:
         """Ends all waiting, when a rank has failed."""
@@ -122,38 +112,19 @@ class Servers:
 
     # Asynchronous workers
 
-    def begin_training(self) -> None:
-        """Waits until worker 0 begins to train; by then worker 0 has loaded its checkpoint."""
-        self.ask(0, "start").get()
-
-    def next_batch(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> int | None:
+    def next_batch(self, epoch: int, *, first: int, num_batches: int) -> int | None:
         """The number of the next batch for this worker; None at the end of the epoch.
 
         Worker 0 waits while other workers have batches of the epoch, and gets those of workers that are lost. So the
         epoch has been trained by all when worker 0 comes to its end. ``first`` is the first batch that is left of the
-        epoch, ``limit`` how many batches the run may take.
+        epoch.
         """
-        question = epoch, first, num_batches, limit
-        asked, self._asked = self._asked, None
-        answer = self._next(question, waits=False) if asked is None else asked[1]
-        number, is_over, may_return = answer.get()
-        if asked is not None and asked[0] != question:  # of an epoch that has been given back
-            number, is_over, may_return = self._next(question, waits=False).get()
+        number, may_return = self.ask(0, "next", epoch, first, num_batches, False).get()
         if may_return:
             with self._waits():
                 self.pause()
-                number, is_over, _ = self._next(question, waits=True).get()
-        self.is_exhausted = is_over
+                number, _ = self.ask(0, "next", epoch, first, num_batches, True).get()
         return None if number is None else int(number)
-
-    def ask_ahead(self, epoch: int, *, first: int, num_batches: int, limit: int | None) -> None:
-        """Asks for what :meth:`next_batch` of the same arguments returns, so that the answer comes meanwhile."""
-        if self._asked is None:
-            question = epoch, first, num_batches, limit
-            self._asked = question, self._next(question, waits=False)
-
-    def _next(self, question: _Question, *, waits: bool) -> Reply:
-        return self.ask(0, "next", *question, waits)
 
     def trained(self, epoch: int, number: int) -> None:
         """Reports that this worker's gradients of a batch are in the weights."""
@@ -173,11 +144,6 @@ class Servers:
         """On worker 0: of each lost worker its number, how many batches it had, and how many workers are left."""
         return self.pairs[0].news[1] if self.pairs[0].news else []
 
-    def stop_training(self, *, epoch: int, at_once: bool) -> None:
-        """On worker 0: has all workers end after an epoch, or after their present batch, and waits until they have."""
-        with self._waits():
-            self.ask(0, "stop", epoch, at_once).get()
-
     @contextlib.contextmanager
     def _waits(self) -> Iterator[None]:
         """Within the block this worker waits for other workers; a hang report names them."""
@@ -191,14 +157,13 @@ class Servers:
         for server in range(self.job.num_servers):
             self.tell(server, "pause")
 
-    def end_training(self, message: Any) -> Any:
-        """Ends training: worker 0 sends all others a value, which they wait for."""
-        given = self.ask(0, "over", message if self.worker == 0 else None).get()
-        return message if self.worker == 0 else given
+    def exchange(
+        self, name: str, value: Any = None, awaited: Literal["nobody", "first", "all"] = "nobody"
+    ) -> list[Any]:
+        """Tells the others this worker's value of a name, and waits for that of worker 0, or of all that are there.
 
-    def newest(self, name: str, value: Any, *, of_all: bool) -> list[Any]:
-        """On worker 0 the newest value that each worker has passed under a name; on others their own alone.
-
-        With ``of_all`` worker 0 waits until all workers that are there have passed one since it last did so.
+        Returns:
+            On worker 0 the newest values of all that have told one, in the order of workers; else that of worker 0.
         """
-        return list(self.ask(0, "tell", name, value, of_all).get())
+        with self._waits() if awaited == "all" else contextlib.nullcontext():
+            return list(self.ask(0, "tell", name, value, awaited).get())

@@ -31,7 +31,6 @@ from fairscale.optim import OSS
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike
@@ -63,16 +62,15 @@ class ShardTransport:
         optimizer: of a module that is the same on all ranks.
         group: the ranks; its meter records every broadcast.
         bucket_bytes: smaller parameters of one owner travel together, in messages of at least these bytes.
-        offload: keep states in the host's memory, and update a copy of this rank's parameters there.
     """
 
     pushes_early = False
 
-    def __init__(self, optimizer: Optimizer, group: MeteredGroup, bucket_bytes: int, *, offload: bool = False) -> None:
+    def __init__(self, optimizer: Optimizer, group: MeteredGroup, bucket_bytes: int) -> None:
         self.part = OwnedPart(optimizer)
         self.load, self.change = self.part.load_whole, self.part.take_states
         self.shards = _Shards(optimizer, group)
-        self._optimizer, self._group, self._bucket_bytes, self._offload = optimizer, group, bucket_bytes, offload
+        self._optimizer, self._group, self._bucket_bytes = optimizer, group, bucket_bytes
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates the parameter."""
@@ -83,16 +81,11 @@ class ShardTransport:
         return parameter in self.shards.owners
 
     def view(self) -> PartialState:
-        return PartialState(self._optimizer, self._key, take=self._taken, own=self.part.states)
+        return PartialState(self._optimizer, self._key, own=self.part.states)
 
     def _key(self, parameter: Any) -> Any:
         """Under which key this rank has a parameter's state; None if another rank has it."""
-        if parameter in self.part.pieces:
-            return self.part.pieces[parameter][0]
-        return None if self.has(parameter) else parameter
-
-    def _taken(self, _: Any, state: Any) -> Any:
-        return tree_map_only(Tensor, Tensor.cpu, state) if self._offload else state
+        return None if self.has(parameter) and parameter not in self.part.pieces else parameter
 
     def close(self) -> None:
         """Does nothing: OSS has no hooks."""
@@ -127,22 +120,13 @@ class ShardTransport:
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
         self.shards.follow(self._optimizer)
         for parameter in filter(self.owns, new):
-            value = parameter
-            if self._offload:
-                memory = torch.empty_like(parameter, device="cpu", pin_memory=parameter.is_cuda)
-                value = Parameter(memory, requires_grad=False)
-            self.part.pieces[parameter] = value, Piece(0, 0, parameter.numel(), 0)
+            self.part.pieces[parameter] = parameter, Piece(0, 0, parameter.numel(), 0)
             self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one
         self.part.take_states({key: state for key, state in given.items() if not isinstance(key, Tensor)})
 
     def step(self, update: Update) -> None:
         """Updates this rank's parameters, and broadcasts their values."""
-        part = self.part
-        part.read(part.pieces)
-        pieces = {value: parameter.grad for parameter, (value, _) in part.pieces.items() if value is not parameter}
-        gradients = {value: gradient.to("cpu") for value, gradient in pieces.items() if gradient is not None}
-        part.update(part.held(), gradients, **update.options)
-        part.write()
+        self.part.update(self.part.held(), {}, **update.options)
         self.share_values(parameter for parameter in self.shards.owners if parameter.requires_grad)
 
     def states(self) -> dict[int, Any]:

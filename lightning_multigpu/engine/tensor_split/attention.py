@@ -66,11 +66,6 @@ class SplitMultiheadAttention(SplitLayer, nn.MultiheadAttention):
         RowSplitLinear.of(split.out_proj, group, unit=unit, name=name)
         return split  # type: ignore[no-any-return]
 
-    @property
-    def _own_heads(self) -> tuple[int, int]:
-        """The first and one-past-last head of this rank."""
-        return self.part_layout.group.bounds(self.num_heads)[self.part_layout.group.rank]
-
     @override
     def forward(
         self,
@@ -96,10 +91,11 @@ class SplitMultiheadAttention(SplitLayer, nn.MultiheadAttention):
         projected = [part if has_batch else part.unsqueeze(batch_dim) for part in self._project(query, key, value)]
         if not self.batch_first:
             projected = [part.transpose(0, 1) for part in projected]
-        group, (start, stop) = self.part_layout.group, self._own_heads
+        group = self.part_layout.group
+        start, stop = (entry // self.head_dim for entry in self.part_layout.split.bounds(group.rank))
         heads = stop - start
         q, k, v = (part.view(*part.shape[:-1], heads, self.head_dim).transpose(1, 2) for part in projected)
-        mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2])
+        mask = self._mask(attn_mask, key_padding_mask, q, k.shape[2], start)
         dropout = self.dropout if self.training else 0.0
         weights: Tensor | None = None
         with group.own_random(q.device) if dropout else nullcontext():
@@ -140,14 +136,13 @@ class SplitMultiheadAttention(SplitLayer, nn.MultiheadAttention):
             for each, weight, bias in zip((query, key, value), weights, biases, strict=True)
         ]
 
-    def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor, num_keys: int) -> Tensor | None:
+    def _mask(self, mask: Tensor | None, padding: Tensor | None, q: Tensor, num_keys: int, start: int) -> Tensor | None:
         """What is added to the scores (batch, heads of this rank, queries, keys)."""
         total: Tensor | None = None
         if mask is not None:
             total = _added(mask, q.dtype)
             if total.dim() == 3:
-                start, stop = self._own_heads
-                total = total.view(-1, self.num_heads, *total.shape[1:])[:, start:stop]
+                total = total.view(-1, self.num_heads, *total.shape[1:])[:, start : start + q.shape[1]]
         if padding is not None:
             of_keys = _added(padding, q.dtype).view(-1, 1, 1, num_keys)
             total = of_keys if total is None else total + of_keys

@@ -17,7 +17,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -157,18 +156,6 @@ def planned_blocks(module: Module, roles: Mapping[str, str], found: Sequence[Blo
         if not fits:
             raise ValueError(f"plan: {name} is {type(parts[name]).__name__}, which cannot be split by {role!r}")
     return [*known, *([Block("plan", own)] if own else [])]
-
-
-def find_pairs(module: Module, called: Mapping[str, int]) -> list[Block]:
-    """Linear layers that run one after the other, in pairs whose sizes fit: for a module without any other block."""
-    parts = dict(module.named_modules())
-    linears = [name for name in called if is_linear(parts[name])]
-    pairs: list[Block] = []
-    for first, second in pairwise(linears):
-        is_free = not pairs or first not in pairs[-1].roles
-        if is_free and linear_sizes(parts[first])[1] == linear_sizes(parts[second])[0]:
-            pairs.append(Block("first, second", {first: "column", second: "row"}))
-    return pairs
 
 
 def _block_at(parts: Mapping[str, Module], names: Sequence[str], called: Mapping[str, int]) -> Block | None:

@@ -1,23 +1,13 @@
 """Linear layers and embeddings whose weights are split over the ranks of a tensor group.
 
-A column layer and the row layer behind it make a block. Each rank computes its part of what lies between, and the block
-communicates once in forward and once in backward (Shoeybi et al., Megatron-LM, 2019)::
-
-               column layer            between            row layer
-    rank 0   x --- A[:h/2] ---> y0 --- gelu, ... ---> z0 --- B[:, :h/2] ---+
-                                                                           sum ---> out      forward
-    rank 1   x --- A[h/2:] ---> y1 --- gelu, ... ---> z1 --- B[:, h/2:] ---+
-
-    dx <--- sum of what both ranks compute                                     <--- d out    backward
-
-What lies between is a :class:`.SplitTensor`.
+A column layer and the row layer behind it make a block, which sums over the ranks once in forward and once in backward;
+what lies between is a :class:`.SplitTensor`. After Shoeybi et al., Megatron-LM (2019), section 3.
 """
 
 from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -35,7 +25,7 @@ from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer that can be split: torch's, or the Conv1D of transformers."""
+    """Whether it is a linear layer that can be split: torch's, or the Conv1D of transformers."""
     return type(module) is nn.Linear or _is_conv1d(type(module))
 
 
@@ -52,7 +42,7 @@ def _is_conv1d(kind: type) -> bool:
 
 
 class SplitLayer(nn.Module):
-    """A layer of which each rank has a part. It is copied as one, and pickled as the whole layer that it was."""
+    """A layer of which each rank has a part. It is copied and pickled as the whole layer that it was."""
 
     weight: Any
     bias: Any
@@ -62,11 +52,6 @@ class SplitLayer(nn.Module):
     """The weight is (in, out), as in the Conv1D of transformers."""
     whole_kind: type[nn.Module]
     """The class of the whole layer."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        copied = memo[id(self)] = self.__new__(type(self))
-        vars(copied).update({name: deepcopy(value, memo) for name, value in vars(self).items()})
-        return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = {name: value for name, value in vars(self).items() if name not in _OURS}
@@ -114,10 +99,7 @@ def _convert(linear: nn.Module, split: Any) -> Any:
 
 
 class BlockInput:
-    """The input (..., in) that several column layers of a block have in common: its gradient is summed once for all.
-
-    After Shoeybi et al., Megatron-LM (2019), section 3 (f).
-    """
+    """The input (..., in) that several column layers of a block have in common: its gradient is summed once for all."""
 
     def __init__(self, group: TensorGroup, name: str, last: Any) -> None:
         self._group, self._name, self._last = group, name, last
@@ -150,7 +132,7 @@ class ColumnSplitLinear(SplitLayer, nn.Linear):
 
     A fused projection of queries, keys and values is one layer with ``sections`` and with the size of a head as
     ``unit``: each rank has the queries, keys and values of its heads. Separate projections are three layers with that
-    ``unit``. After Shoeybi et al., Megatron-LM (2019), section 3.
+    ``unit``.
     """
 
     block_input: Callable[[Tensor, ColumnSplitLinear], Tensor] | None = None
@@ -208,8 +190,7 @@ class RowSplitLinear(SplitLayer, nn.Linear):
     output        (..., out), summed           gradient (..., out), the same on all
     ============  ===========================  ==========================================================
 
-    The input is the :class:`.SplitTensor` of a column layer; of a whole one each rank takes its part. After Shoeybi et
-    al., Megatron-LM (2019), section 3.
+    The input is the :class:`.SplitTensor` of a column layer; of a whole one each rank takes its part.
     """
 
     @classmethod
@@ -256,8 +237,6 @@ class VocabSplitEmbedding(SplitLayer, nn.Embedding):
     weight        (num / N, dim)               gradient (num / N, dim), this rank's own
     output        (..., dim), summed           gradient (..., dim), the same on all
     ============  ===========================  ==========================================================
-
-    After Shoeybi et al., Megatron-LM (2019), section 3.
     """
 
     @classmethod
@@ -302,13 +281,9 @@ def enter(input: Tensor, group: TensorGroup, name: str) -> Tensor:
 
 
 def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, placed: PartLayout) -> Tensor:
-    """``F.linear`` with this rank's rows of a weight (out / N, in); the gradient of the input is summed over the ranks.
+    """``F.linear`` of an input (..., in) with this rank's rows of a weight (out / N, in), and of a bias (out / N).
 
-    Args:
-        input: (..., in), the same on every rank.
-        weight: (out / N, in).
-        bias: (out / N), or None.
-        placed: the ranks, and the name in the meter.
+    The gradient of the input is summed over the ranks.
     """
     return _ColumnLinear.apply(*_cast(whole(input), weight, bias), placed)  # type: ignore[no-untyped-call, no-any-return]
 
@@ -316,8 +291,7 @@ def column_linear(input: Tensor, weight: Tensor, bias: Tensor | None, placed: Pa
 def summed(tensor: Tensor, group: TensorGroup, name: str, *, bias: Tensor | None = None) -> Tensor:
     """The sum over the ranks of what each has computed, which may be overwritten; the same bias is added on all.
 
-    All ranks have to compute the same with the sum: its gradient is then the gradient of each rank's tensor. The
-    function g of Shoeybi et al., Megatron-LM (2019), section 3.
+    All ranks have to compute the same with the sum: its gradient is then the gradient of each rank's tensor.
     """
     return _Sum.apply(tensor, bias, group, name)  # type: ignore[no-untyped-call, no-any-return]
 

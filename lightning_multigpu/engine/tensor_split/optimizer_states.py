@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 from torch import Tensor
@@ -44,30 +43,21 @@ class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[m
         for name in state:
             self._show(name)
 
-    def __getitem__(self, name: str) -> Any:
-        value = self.own[name]
-        is_part = isinstance(value, Tensor) and value.dim() and value.shape == local(self._parameter).shape
-        return SplitTensor.of(value, self._parameter.placed) if is_part else value
+    def _show(self, name: str) -> None:
+        value, parameter = self.own[name], self._parameter
+        is_part = isinstance(value, Tensor) and value.dim() and value.shape == local(parameter).shape
+        shown = SplitTensor.of(value, parameter.placed, is_held=True) if is_part else value
+        dict.__setitem__(self, name, shown)  # type: ignore[index]
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.own[name] = own_value(self._parameter, value)
         self._show(name)
 
-    def _show(self, name: str) -> None:
-        dict.__setitem__(self, name, self[name])  # type: ignore[index]
-
     def __delitem__(self, name: str) -> None:
         del self.own[name]
-        dict.pop(self, name, None)  # type: ignore[call-overload]
+        dict.__delitem__(self, name)  # type: ignore[arg-type]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.own)
-
-    def __len__(self) -> int:
-        return len(self.own)
-
-    def __deepcopy__(self, memo: Any) -> dict[str, Any]:
-        return {name: copy.deepcopy(self[name], memo) for name in self}
+    __getitem__, __iter__, __len__ = dict.__getitem__, dict.__iter__, dict.__len__
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, ({name: self[name] for name in self},)
+        return dict, (dict(self),)

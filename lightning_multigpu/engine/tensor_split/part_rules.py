@@ -7,7 +7,6 @@ table: a rule by the names of its operations, and one for all operations that to
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, lru_cache
@@ -88,22 +87,37 @@ def _own_arguments(args: Any, kwargs: Any, part: SplitTensor, offset: int) -> tu
     return [_beside(each, part, offset) for each in args], {k: _beside(v, part, offset) for k, v in kwargs.items()}
 
 
+def _taken(
+    args: Any, kwargs: Any, num_mixed: int = 0, fit: Callable[[Sequence[SplitTensor]], bool] = _are_alike
+) -> tuple[SplitTensor, int] | None:
+    """A part of those that fit, one that was computed before a held one, and its dimension from the end.
+
+    None if an operation cannot run on parts: it mixes entries along the last ``num_mixed`` dimensions, and no others.
+    """
+    parts = _parts_in(args, kwargs)
+    if not parts or kwargs.get("out") is not None or (len(parts) > 1 and not fit(parts)):
+        return None
+    split, given = parts[0].placed.split, (*args, *kwargs.values())
+    offset = split.dim - parts[0].as_subclass(Tensor).dim()
+    if offset >= -num_mixed or not all(_fits_beside(each, offset, split) for each in given):
+        return None
+    if num_mixed and any(isinstance(each, Tensor) and each.dim() < num_mixed for each in given):
+        return None
+    return next((each for each in parts if not each.is_held), parts[0]), offset
+
+
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
     """Operations on each element by itself."""
-    parts = _parts_in(args, kwargs)
-    if not parts or kwargs.get("out") is not None or (len(parts) > 1 and not _are_alike(parts)):
+    taken, name = _taken(args, kwargs), func.__name__
+    if taken is None:
         return NotImplemented
-    part, name = parts[0], func.__name__
-    split, group, _ = part.placed
-    offset = split.dim - part.as_subclass(Tensor).dim()
-    if not all(_fits_beside(each, offset, split) for each in (*args, *kwargs.values())):
-        return NotImplemented
+    part, offset = taken
     if (name[-1] == "_" and name[-2] != "_") or name in _IN_PLACE or kwargs.get("inplace"):
-        if args[0] is not part:
+        if not isinstance(args[0], SplitTensor):
             return NotImplemented
-        own_values(part, changes=name)
+        own_values(args[0], changes=name)
     own, own_kwargs = _own_arguments(args, kwargs, part, offset)
-    with group.own_random(part.device) if name in _DRAWING else nullcontext():
+    with part.placed.group.own_random(part.device) if name in _DRAWING else nullcontext():
         result = func(*own, **own_kwargs)
     if not isinstance(result, Tensor):
         return NotImplemented
@@ -111,7 +125,7 @@ def _each(func: Any, args: Any, kwargs: Any) -> Any:
         if result is each:  # changed in place, or as it was
             return given
     dim = result.dim() + offset
-    return part_like(result, part, part.placed if dim == split.dim else part.placed.at(dim))
+    return part_like(result, part, func, part.placed if dim == part.placed.split.dim else part.placed.at(dim))
 
 
 def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
@@ -130,7 +144,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> Any:
     sizes[dim] = sum(stop - start for start, stop in ranges[part.placed.group.rank])
     own = own_values(part)
     result = own.view(sizes) if func is Tensor.view else own.reshape(sizes)
-    return part_like(result, part, part.placed.at(dim, ranges))
+    return part_like(result, part, func, part.placed.at(dim, ranges))
 
 
 @lru_cache(4096)
@@ -208,7 +222,7 @@ def _moved(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
         if _without(result.shape, new_dim) != _without(each.shape, new_dim):
             return NotImplemented
-        results.append(part_like(result, part, part.placed.at(new_dim, ranges)))
+        results.append(part_like(result, part, func, part.placed.at(new_dim, ranges)))
     return results[0] if has_one else tuple(results)
 
 
@@ -245,7 +259,7 @@ def _along_others(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(result, Tensor):
         return NotImplemented
     kept = result.dim() == own.dim()
-    return part_like(result, part, part.placed.at(dim if kept else dim - sum(each < dim for each in gone)))
+    return part_like(result, part, func, part.placed.at(dim if kept else dim - sum(each < dim for each in gone)))
 
 
 def _rows(func: Any, args: Any, kwargs: Any) -> Any:
@@ -258,74 +272,31 @@ def _rows(func: Any, args: Any, kwargs: Any) -> Any:
     if part.placed.split.dim >= num_dims - num_last:
         return NotImplemented
     own, own_kwargs = _own_arguments(args, kwargs, part, -sys.maxsize)
-    return part_like(func(*own, **own_kwargs), part)
-
-
-def _convolved(
-    func: Any,
-    input: Any,
-    weight: Any,
-    bias: Any = None,
-    stride: Any = 1,
-    padding: Any = 0,
-    dilation: Any = 1,
-    groups: int = 1,
-) -> Any:
-    """Depthwise convolution of channels, of which each rank has some."""
-    if not isinstance(input, SplitTensor) or _parts_in((weight, bias), {}):
-        return NotImplemented
-    split, own = input.placed.split, own_values(input)
-    of_channels = split.dim == own.dim() - (weight.dim() - 1) and groups == split.whole_size == len(weight)
-    if not of_channels or not all(split.size(rank) for rank in range(input.placed.group.size)):
-        return NotImplemented
-    along = input.placed.at(0)
-    weights = [None if w is None else own_of(w, along, f"conv beside {along.layer}") for w in (weight, bias)]
-    return part_like(func(own, *weights, stride, padding, dilation, own.shape[split.dim]), input)
+    return part_like(func(*own, **own_kwargs), part, func)
 
 
 def _heads(func: Any, args: Any, kwargs: Any) -> Any:
     """Products and attention of matrices, of which each rank has some; a head's, for example."""
-    parts = _parts_in(args, kwargs)
-    if (
-        not parts
-        or kwargs.get("out") is not None
-        or not (_are_alike(parts) or (kwargs.get("enable_gqa") and _share_heads(parts)))
-    ):
+    taken = _taken(args, kwargs, 2, _share_heads if kwargs.get("enable_gqa") else _are_alike)
+    if taken is None:
         return NotImplemented
-    part = parts[0]
-    split, group, _ = part.placed
-    offset = split.dim - part.as_subclass(Tensor).dim()
-    given = [*args, *kwargs.values()]
-    if offset > -3 or not all(_fits_beside(each, offset, split) for each in given):
-        return NotImplemented
-    if any(isinstance(each, Tensor) and each.dim() < 2 for each in given):
-        return NotImplemented
+    part, offset = taken
     own, own_kwargs = _own_arguments(args, kwargs, part, offset)
     if func is not F.scaled_dot_product_attention:
         result = func(*own, **own_kwargs)
     else:
         q, k, v, *_ = (*own, *(own_kwargs[name] for name in ("query", "key", "value") if name in own_kwargs))
-        with group.own_random(q.device) if (own[4] if len(own) > 4 else kwargs.get("dropout_p")) else nullcontext():
+        draws = own[4] if len(own) > 4 else kwargs.get("dropout_p")
+        with part.placed.group.own_random(q.device) if draws else nullcontext():
             # Attention without heads ends the process in torch 2.11, by a division by zero.
             result = func(*own, **own_kwargs) if q.shape[offset] else q @ k.transpose(-2, -1) @ v
-    return part_like(result, part, part.placed.at(result.dim() + offset))
-
-
-def _products(func: Any, args: Any, kwargs: Any) -> Any:
-    """Products of a whole matrix with one of whose columns, or rows, each rank has some: a graph's, for example."""
-    if len(args) == 2 and not kwargs and len(parts := _parts_in(args, {})) == 1:
-        part, other = parts[0], args[args[0] is parts[0]]
-        is_first, num_dims = args[0] is part, part.as_subclass(Tensor).dim()
-        offset = part.placed.split.dim - num_dims
-        if isinstance(other, Tensor) and num_dims > 1 and offset == (-2 if is_first else -1):
-            own, beside = own_values(part), _beside(other, part, -sys.maxsize)
-            result = func(own, beside) if is_first else func(beside, own)
-            return part_like(result, part, part.placed.at(result.dim() + offset + (is_first and other.dim() == 1)))
-    return _heads(func, args, kwargs)
+    return part_like(result, part, func, part.placed.at(result.dim() + offset))
 
 
 def _share_heads(parts: Sequence[SplitTensor]) -> bool:
     """Whether each rank has the heads of keys and values that its heads of queries share."""
+    if _are_alike(parts):
+        return True
     if len(parts) != 3 or not _are_alike(parts[1:]):
         return False
     queries, keys = (each.placed.split for each in parts[:2])
@@ -348,23 +319,17 @@ def _joined(func: Any, args: Any, kwargs: Any) -> Any:
         at += dim % (num_dims + 1) <= at
     elif dim % num_dims == at:
         return NotImplemented
-    return part_like(func([own_values(each) for each in tensors], dim), part, part.placed.at(at))
+    return part_like(func([own_values(each) for each in tensors], dim), part, func, part.placed.at(at))
 
 
 def _dropped(func: Any, args: Any, kwargs: Any) -> Any:
     """Dropout, which differs between ranks."""
-    part = args[0] if args else kwargs.get("input")
-    if not isinstance(part, SplitTensor):
+    given = {**dict(zip(("input", "p", "training", "inplace"), args, strict=False)), **kwargs}
+    part = given.pop("input")
+    if not isinstance(part, SplitTensor) or func is torch.dropout:
         return NotImplemented
-    kwargs = {**dict(zip(("p", "training", "inplace"), args[1:], strict=False)), **kwargs}
-    args = (part,)
-    kwargs.pop("input", None)
-    if func is torch.dropout:
-        kwargs["train"] = kwargs.pop("training", True)
-    if not kwargs.get("training", kwargs.get("train", func is not F.alpha_dropout)):
-        return _each(func, args, kwargs)
-    with part.placed.group.own_random(part.device):
-        return _each(func, args, kwargs)
+    with part.placed.group.own_random(part.device) if given.get("training", func is F.dropout) else nullcontext():
+        return _each(func, (part,), given)
 
 
 def _cross_entropy(
@@ -404,20 +369,9 @@ def _of_owner(func: Any, args: Any, kwargs: Any) -> Any:
     found = func(*args)
     if found is None:
         return None
-    part = SplitTensor.of(found, args[0].placed)
+    part = SplitTensor.of(found, args[0].placed, is_held=args[0].is_held)
     if isinstance(part, SplitTensor):
-        part.gathered_views, part.source = args[0].gathered_views, found
-    return part
-
-
-def _gradient(func: Any, args: Any, kwargs: Any) -> Any:
-    """A gradient: the same object each time, as on one device, so that all code sees where its values are."""
-    known = vars(args[0]).get("shown", lambda: None)()
-    if known is not None and known.source is func(*args):
-        return known
-    part = _of_owner(func, args, kwargs)
-    if isinstance(part, SplitTensor):
-        args[0].shown = weakref.ref(part)
+        part.gathered_views = args[0].gathered_views
     return part
 
 
@@ -427,29 +381,26 @@ def _gradients(func: Any, args: Any, kwargs: Any) -> Any:
     outputs, inputs = ([each] if isinstance(each, Tensor) else [*each] for each in (given["outputs"], given["inputs"]))
     if any(isinstance(each, SplitTensor) for each in outputs):
         return NotImplemented
-    found = zip(func(*args, **kwargs), inputs, strict=True)
-    return tuple(g if g is None or not isinstance(x, SplitTensor) else SplitTensor.of(g, x.placed) for g, x in found)
+    return tuple(
+        g if g is None or not isinstance(x, SplitTensor) else SplitTensor.of(g, x.placed, is_held=x.is_held)
+        for g, x in zip(func(*args, **kwargs), inputs, strict=True)
+    )
 
 
 def _assigned(func: Any, args: Any, kwargs: Any) -> Any:
     """A parameter's gradient or values, or a gradient's values, are assigned: each rank takes its part."""
     owner, value = args
-    source = vars(owner).get("source")
-    if source is None and not owner.is_leaf:
+    if not owner.is_held:
         return _refused(func, args, kwargs)
     if isinstance(value, SplitTensor):
-        value = vars(value).get("source", own_values(value))
+        value = own_values(value)
     elif isinstance(value, Tensor) and not isinstance(value, Placeholder):
         value = owner.placed.own(value)
-    if source is not None:
-        func(source, value)
-    func(owner, value)
+    if isinstance(owner, SplitParameter):
+        func(owner, value)
+    else:
+        own_values(owner, changes="an assignment").copy_(value)  # its memory is the parameter's, or the gradient's
     return owner
-
-
-def _set(func: Any, args: Any, kwargs: Any) -> Any:
-    """``set_``: an assignment of values; a storage would be that of a rank's part."""
-    return (_assigned if len(args) == 2 and isinstance(args[1], Tensor) else _refused)(func, args, kwargs)
 
 
 def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
@@ -467,23 +418,13 @@ def _hooked(func: Any, args: Any, kwargs: Any) -> Any:
     return func(owner, hook_of_part)
 
 
-def _lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """Operations on each element of the tensors in lists."""
-    lists = [each for each in args if isinstance(each, list | tuple) and any(isinstance(t, Tensor) for t in each)]
-    for beside in zip(*lists, strict=True):
-        are_parts = [isinstance(t, SplitTensor) for t in beside]
-        if any(are_parts) and not (all(are_parts) and _are_alike(beside)):
-            return NotImplemented
-    own = [
-        [own_values(t) if isinstance(t, SplitTensor) else t for t in a] if isinstance(a, list | tuple) else a
-        for a in args
-    ]
-    results = func(*own, **kwargs)
-    if not isinstance(results, list | tuple):
-        return results
-    return [
-        part_like(t, part) if isinstance(part, SplitTensor) else t for t, part in zip(results, lists[0], strict=True)
-    ]
+def _list_in_place(func: Any, args: Any, kwargs: Any) -> Any:
+    """A change of each element of the tensors in a list by one number, as clipping makes it."""
+    tensors, *others = args
+    if kwargs or any(isinstance(each, list | tuple | SplitTensor) for each in others):
+        return NotImplemented
+    name = func.__name__
+    return func([own_values(t, changes=name) if isinstance(t, SplitTensor) else t for t in tensors], *others)
 
 
 def _refused(func: Any, args: Any, kwargs: Any) -> Any:
@@ -497,12 +438,6 @@ def _refused(func: Any, args: Any, kwargs: Any) -> Any:
 def _of_leaf(func: Any, args: Any, kwargs: Any) -> Any:
     """What is the same for a part of a parameter, and is refused for what is computed."""
     return func(*args, **kwargs) if isinstance(args[0], SplitParameter) else _refused(func, args, kwargs)
-
-
-def _of_source(func: Any, args: Any, kwargs: Any) -> Any:
-    """What changes a tensor's place in the graph, or whether it has one: of a gradient, the parameter's own."""
-    func(vars(args[0]).get("source", args[0]), *args[1:], **kwargs)
-    return args[0]
 
 
 def _of(answer: Callable[..., Any]) -> Rule:
@@ -524,11 +459,9 @@ _BY_NAME = _by_name(
         _moved,
     ),
     ("view view_as reshape reshape_as flatten unflatten", _reshaped),
-    ("matmul __matmul__ bmm", _products),
-    ("scaled_dot_product_attention", _heads),
+    ("matmul __matmul__ bmm scaled_dot_product_attention", _heads),
     ("cat concat concatenate stack", _joined),
     ("linear layer_norm rms_norm", _rows),
-    ("conv1d conv2d conv3d", lambda func, args, kwargs: _convolved(func, *args, **kwargs)),
     ("dropout alpha_dropout", _dropped),
     ("cross_entropy", _of(_cross_entropy)),
     ("size", _of(lambda part, dim=None: _shape(part) if dim is None else _shape(part)[dim])),
@@ -538,22 +471,20 @@ _BY_NAME = _by_name(
     ("__iter__", _of(lambda part: iter(torch.unbind(part)))),
     (
         "dim ndimension _has_compatible_shallow_copy_type is_floating_point is_complex is_inference element_size "
-        "get_device is_contiguous new_zeros new_ones new_empty new_full new_tensor is_pinned untyped_storage",
+        "get_device is_contiguous new_zeros new_ones new_empty new_full new_tensor is_pinned untyped_storage "
+        "requires_grad_ detach_",
         _plain,
     ),
     ("register_hook", _hooked),
     ("grad", _gradients),
-    ("requires_grad_ detach_", _of_source),
     ("retain_grad register_post_accumulate_grad_hook data_ptr", _of_leaf),
-    ("set_", _set),
-    ("resize_", _refused),
+    ("set_ resize_", _refused),
 )
 _BY_ATTRIBUTE = _by_name(
     ("shape", _of(_shape)),
     ("nbytes", _of(lambda part: _shape(part).numel() * part.element_size())),
     ("T mT H mH", _moved),
-    ("data", _of_owner),
-    ("grad", _gradient),
+    ("data grad", _of_owner),
 )
 _EACH = _by_name(
     (
@@ -580,7 +511,7 @@ def rule_of(func: Any) -> Rule | None:
     if name == "__set__":
         return _assigned if func.__self__.__name__ in ("grad", "data") else _of_leaf
     if name.startswith("_foreach_"):
-        return _lists if _is_pointwise(name[len("_foreach_") :].strip("_")) else None
+        return _list_in_place if name.endswith("_") and _is_pointwise(name[len("_foreach_") : -1]) else None
     bare = name.strip("_")
     names = (bare, bare[1:]) if name in _IN_PLACE else (bare,)
     is_each = any(each in _EACH or _is_pointwise(each) for each in names)

@@ -10,9 +10,10 @@ for it::
     down(hidden)                          on parts: the row layer sums over the ranks
     F.normalize(hidden, dim=-1)           gathered; down() then takes this rank's part of the result
 
-A whole tensor that takes part in an operation on parts gets the sum of its gradients over the ranks. Random numbers for
-a part differ between ranks. Operations in place change the parts, also those that are computed on a gathered tensor;
-who changes a view of a gathered tensor, and then uses the part, gets an error.
+What code computes from a weight, a gradient or an optimizer's state is gathered, so that all code may keep it; their
+views stay parts. A whole tensor that takes part in an operation on parts gets the sum of its gradients over the ranks.
+Random numbers for a part differ between ranks. Operations in place change the parts, also those that are computed on a
+gathered tensor; who changes a view of a gathered tensor, and then uses the part, gets an error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
-from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_multigpu._torch_compat import ENTRANCES, is_transformed, update_together
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -87,15 +88,11 @@ class SplitTensor(Tensor):
     placed: PartLayout
     gathered_views: list[_View]
     """Of this part, and of others with the same memory."""
-    number: int
-    """Parts that all ranks make have the same order by their numbers."""
-    source: Tensor
-    """Of a gradient: the parameter's own, whose values an assignment replaces, as Module.to does."""
-    shown: Callable[[], Any]
-    """Of a parameter: returns its gradient that code has got, while that lives."""
+    is_held: bool
+    """It is memory of a parameter, a gradient or a state: what is computed from it is gathered."""
 
     @classmethod
-    def of(cls, local: Tensor, placed: PartLayout | None) -> Any:
+    def of(cls, local: Tensor, placed: PartLayout | None, *, is_held: bool = False) -> Any:
         """A part of this rank's values, or the values where there is no placement.
 
         A placeholder becomes one in the shape of the whole.
@@ -104,23 +101,28 @@ class SplitTensor(Tensor):
             return local
         if isinstance(local, Placeholder):
             return local.resized(placed.split.whole_shape(local))
-        _check_untransformed(placed.layer)
+        if torch._C._are_functorch_transforms_active():
+            _check_untransformed(placed.layer)
         part = local.as_subclass(cls)
-        part.placed, part.gathered_views, part.number = placed, [], next(_NUMBERS)
+        part.placed, part.gathered_views, part.is_held = placed, [], is_held
         return part
+
+    def plain(self, operation: Any) -> Any:
+        """An ordinary tensor, or parameter, of the whole values for an operation on it; a collective."""
+        value = _Gathering(operation).whole(self).detach()
+        if not isinstance(self, SplitParameter):
+            return value.requires_grad_(self.requires_grad)
+        found = Parameter(value, self.requires_grad)
+        vars(found).update({name: each for name, each in vars(self).items() if name not in _OURS})
+        return found
 
     def __deepcopy__(self, memo: Any) -> Any:
         if id(self) not in memo:
-            if not self.is_leaf:
-                return super().__deepcopy__(memo)  # type: ignore[no-untyped-call] # raises
-            copy = SplitTensor.of(local(self).detach().clone(), self.placed)
-            memo[id(self)] = copy.requires_grad_(self.requires_grad)
+            memo[id(self)] = self.plain(SplitTensor.__deepcopy__)
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Writes the whole tensor: a collective."""
-        whole = _Gathering(SplitTensor.__reduce_ex__).whole(self).detach()
-        return whole.requires_grad_(self.requires_grad).__reduce_ex__(protocol)
+        return self.plain(SplitTensor.__reduce_ex__).__reduce_ex__(protocol)
 
     def set_(self, *args: Any) -> Any:
         """As torch's own, the one method that torch does not pass on to ``__torch_function__``."""
@@ -151,42 +153,11 @@ class SplitParameter(SplitTensor, Parameter):
     :meth:`.TensorGroup.showing` or ``torch._C.DisableTorchFunctionSubclass``.
     """
 
-    def __deepcopy__(self, memo: Any) -> SplitParameter:
-        if id(self) not in memo:
-            copy: Any = Parameter(local(self).detach().clone(), self.requires_grad)
-            vars(copy).update(_users_attributes(self))
-            place(copy, self.placed)
-            memo[id(self)] = copy
-        return memo[id(self)]  # type: ignore[no-any-return]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        whole = _Gathering(SplitTensor.__reduce_ex__).whole(self)
-        return whole_parameter(self, whole).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
 
 update_together(SplitParameter)
 
 
-_NUMBERS = count()
-_OURS = ("placed", "gathered_views", "number", "source", "shown")
-
-
-def _users_attributes(parameter: Tensor) -> dict[str, Any]:
-    return {name: value for name, value in vars(parameter).items() if name not in _OURS}
-
-
-def whole_parameter(parameter: Parameter, value: Tensor) -> Parameter:
-    """An ordinary parameter with the whole value, and the attributes that the user's code has given the split one."""
-    found = Parameter(value.detach(), parameter.requires_grad)
-    vars(found).update(_users_attributes(parameter))
-    return found
-
-
-def place(parameter: Parameter, placed: PartLayout) -> None:
-    """Makes a parameter that has this rank's part a :class:`SplitParameter`, in place."""
-    part: Any = parameter
-    part.__class__ = SplitParameter
-    part.placed, part.gathered_views, part.number = placed, [], next(_NUMBERS)
+_OURS = ("placed", "gathered_views", "is_held")
 
 
 def cut(parameter: Parameter, placed: PartLayout) -> None:
@@ -194,7 +165,9 @@ def cut(parameter: Parameter, placed: PartLayout) -> None:
     known = split_of(parameter)
     if known is None:
         parameter.data, parameter.grad = placed.own(parameter.data), None
-        place(parameter, placed)
+        part: Any = parameter
+        part.__class__ = SplitParameter
+        part.placed, part.gathered_views, part.is_held = placed, [], True
     elif known != placed.split:
         raise ValueError("a parameter that two layers share cannot be cut in two ways")
 
@@ -240,6 +213,13 @@ def whole(value: Any) -> Any:
     if not isinstance(value, SplitTensor):
         return value
     return _whole_of(local(value), value.placed)
+
+
+def whole_values(value: Any, reader: str) -> Any:
+    """A tree with gathered tensors for its parts, for who reads them; a collective of their tensor group."""
+    if not any(isinstance(leaf, SplitTensor) for leaf in tree_leaves(value)):
+        return value
+    return tree_map_only(SplitTensor, lambda part: part.plain(reader), value)
 
 
 def _whole_of(part: Tensor, placed: PartLayout) -> Tensor:
@@ -366,15 +346,19 @@ def own_values(part: Tensor, *, changes: str = "") -> Tensor:
     return part.as_subclass(Tensor)
 
 
-def part_like(result: Tensor, part: Any, placed: PartLayout | None = None) -> SplitTensor:
-    like: SplitTensor = SplitTensor.of(result, placed or part.placed)
-    if part.gathered_views and _have_one_storage(result, part):
-        like.gathered_views = part.gathered_views
+def part_like(result: Tensor, part: Any, func: Any, placed: PartLayout | None = None) -> Tensor:
+    """The result of a function of a part; gathered if it is a new value of what a rank holds."""
+    like: SplitTensor = SplitTensor.of(result, placed or part.placed, is_held=part.is_held)
+    if part.gathered_views or part.is_held:
+        if _have_one_storage(result, part):
+            like.gathered_views = part.gathered_views
+        elif part.is_held:
+            return _Gathering(func).whole(like)  # type: ignore[no-any-return]
     return like
 
 
 def _have_one_storage(first: Tensor, second: Tensor) -> bool:
-    return first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    return bool(first.untyped_storage()._cdata == second.untyped_storage()._cdata)
 
 
 def _counting_versions() -> AbstractContextManager[Any]:

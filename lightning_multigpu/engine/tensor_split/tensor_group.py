@@ -7,19 +7,18 @@ import queue
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.hierarchy import Done, Pending
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.rank_ranges import ranks_text
-from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -35,6 +34,22 @@ Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
 
 
+class Pending(Protocol):
+    """A tensor that is being reduced."""
+
+    def finish(self) -> Tensor:
+        """Waits for the others; returns the tensor, reduced."""
+
+
+class Done(NamedTuple):
+    """A tensor that is reduced."""
+
+    tensor: Tensor
+
+    def finish(self) -> Tensor:
+        return self.tensor
+
+
 class _OnStream(NamedTuple):
     """A collective of NCCL, which runs beside the device's compute stream."""
 
@@ -48,22 +63,18 @@ class _OnStream(NamedTuple):
         return self.tensor
 
 
-class _Beside:
+class _Beside(NamedTuple):
     """A reduction on the group's thread."""
 
-    def __init__(self, tensor: Tensor, meter: Meter) -> None:
-        self.tensor = tensor
-        self._meter = meter
-        self.over = threading.Event()
-        self.error: BaseException | None = None
+    result: Future[Tensor]
+    meter: Meter
 
     def finish(self) -> Tensor:
-        start_s = self._meter.now()
-        self.over.wait()
-        self._meter.waited(start_s, self._meter.now())
-        if self.error is not None:
-            raise self.error
-        return self.tensor
+        start_s = self.meter.now()
+        try:
+            return self.result.result()
+        finally:
+            self.meter.waited(start_s, self.meter.now())
 
 
 class TensorGroup:
@@ -84,7 +95,8 @@ class TensorGroup:
     Patarasuk and Yuan (2009).
 
     Args:
-        group: the ranks, 2 or more.
+        group: the ranks, 2 or more; None for the first of ``size`` ranks without the others, for trials: it is always
+            :meth:`alone`.
         meter: counts every transfer, under the name of the layer.
         shared_memory: reduce CPU tensors through shared memory where the ranks can share it.
         readers: the same ranks over Gloo; for :meth:`agree_on_read`.
@@ -98,30 +110,31 @@ class TensorGroup:
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         *,
+        size: int = 0,
         meter: Meter | None = None,
         shared_memory: bool = True,
         readers: dist.ProcessGroup | None = None,
     ) -> None:
         self.group = group
         self._readers = readers
+        self._is_alone = group is None
         self.shows_parts = True
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = size if group is None else dist.get_world_size(group)
         self.on_gather: Callable[[str, str], object] = lambda layer, operation: None
         self.observer: Callable[[str, str, int], object] | None = None
-        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._is_nccl = group is not None and dist.get_backend(group) == "nccl"
         self._meter = meter or Meter()
-        self._ranks = ranks_text(dist.get_process_group_ranks(group))
+        self._ranks = "" if group is None else ranks_text(dist.get_process_group_ranks(group))
         self._shared: SharedMemoryAllReduce | None = None
-        if shared_memory and not self._is_nccl:
+        if shared_memory and group is not None and not self._is_nccl:
             # Raised on all ranks, if some are on other hosts or in other containers.
             with contextlib.suppress(SharedMemoryUnavailableError):
                 self._shared = SharedMemoryAllReduce(group)
-        self._work: queue.SimpleQueue[tuple[_Beside, str] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Future[Tensor], Tensor, str] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._is_alone = False
 
     def alone(self) -> AbstractContextManager[None]:
         """A block in which nothing is sent: a sum is this rank's own tensor, and the parts of other ranks are zeros.
@@ -141,7 +154,12 @@ class TensorGroup:
             RuntimeError: the other ranks do not come to it within 60 s: they run other code.
         """
         try:
-            if self.are_alike(what):
+            if self._readers is None or self._is_alone:
+                return
+            own = torch.tensor([zlib.crc32(what.encode())])
+            told = [torch.zeros_like(own) for _ in range(self.size)]
+            dist.all_gather(told, own, group=self._readers, async_op=True).wait(timedelta(seconds=_READ_TIMEOUT_S))
+            if all(torch.equal(own, each) for each in told):
                 return
             problem = "another rank reads something else"
         except RuntimeError:
@@ -150,22 +168,6 @@ class TensorGroup:
             f"{what}, which are split over the ranks, are gathered, and {problem}: all ranks of a tensor group have to "
             "run this code, also where rank 0 alone uses the result"
         )
-
-    def are_alike(self, text: str) -> bool:
-        """Whether all ranks pass the same text, a collective; True without ``readers``.
-
-        Raises:
-            RuntimeError: the other ranks do not come to it within 60 s.
-        """
-        if self._readers is None or self._is_alone:
-            return True
-        own = torch.tensor([zlib.crc32(text.encode())])
-        told = [torch.zeros_like(own) for _ in range(self.size)]
-        dist.all_gather(told, own, group=self._readers, async_op=True).wait(timedelta(seconds=_READ_TIMEOUT_S))
-        return all(torch.equal(own, each) for each in told)
-
-    def __deepcopy__(self, memo: Any) -> TensorGroup:
-        return self
 
     @contextlib.contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
@@ -180,10 +182,6 @@ class TensorGroup:
                 torch.cuda.manual_seed(seed)
             yield
 
-    def bounds(self, size: int) -> list[tuple[int, int]]:
-        """Each rank's part of ``size`` units, as even as can be: the first ranks have one more."""
-        return chunk_bounds(size, self.size)
-
     def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
         """Sums ``tensor``, contiguous and of one shape and dtype on all ranks, in place over all ranks; returns it."""
         self._observe("all_reduce", tensor, name)
@@ -194,8 +192,7 @@ class TensorGroup:
 
     def any(self, is_so: bool, device: torch.device) -> bool:
         """Whether any rank passes True; a collective."""
-        votes = torch.tensor([float(is_so)], device=device)
-        return bool(self.all_reduce(votes, "agreement") > 0)
+        return bool(self.all_reduce(torch.tensor([float(is_so)], device=device), "agreement") > 0)
 
     def begin_all_reduce(self, tensor: Tensor, name: str) -> Pending:
         """:meth:`all_reduce` beside what this rank computes until ``finish()``; no other collective may begin before.
@@ -210,12 +207,12 @@ class TensorGroup:
         if self._is_nccl:
             transfer = self._begin("all_reduce", tensor, name)
             return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
-        pending = _Beside(tensor, self._meter)
+        result: Future[Tensor] = Future()
         if self._thread is None:
             self._thread = threading.Thread(target=self._reduce_beside, name="tensor-split", daemon=True)
             self._thread.start()
-        self._work.put((pending, name))
-        return pending
+        self._work.put((result, tensor, name))
+        return _Beside(result, self._meter)
 
     def all_gather(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
         """The parts of all ranks, one after the other along ``dim``.
@@ -274,8 +271,7 @@ class TensorGroup:
         return self._is_alone or isinstance(tensor, Placeholder)
 
     def _sum(self, tensor: Tensor) -> None:
-        shared = self._shared_for(tensor)
-        if shared is not None:
+        if (shared := self._shared_for(tensor)) is not None:
             shared(tensor)
         else:
             dist.all_reduce(tensor, group=self.group)
@@ -286,13 +282,13 @@ class TensorGroup:
 
     def _reduce_beside(self) -> None:
         while (item := self._work.get()) is not None:
-            pending, name = item
+            result, tensor, name = item
             try:
-                with self._begin("all_reduce", pending.tensor, name):
-                    self._sum(pending.tensor)
+                with self._begin("all_reduce", tensor, name):
+                    self._sum(tensor)
+                result.set_result(tensor)
             except BaseException as error:
-                pending.error = error
-            pending.over.set()
+                result.set_exception(error)
 
     def _observe(self, operation: str, tensor: Tensor, name: str) -> None:
         if self.observer is not None:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import gc
 import math
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.engine.parity import trained, without_gradients
+from lightning_multigpu.engine.errors import error_of_users
+from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
@@ -71,13 +71,8 @@ class TracelessStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block steps run on whole parameters without gradients; at its end all but weights is restored."""
-        before = {parameter: parameter.requires_grad for parameter in self.module.parameters()}
-        try:
-            with without_gradients(before), self._traceless(), self.group.showing(parts=False):
-                yield
-        finally:
-            for parameter, is_trained in before.items():
-                parameter.requires_grad_(is_trained)  # a manual step that fails leaves other optimizers' frozen
+        with without_gradients(self.module.parameters()), self._traceless(), self.group.showing(parts=False):
+            yield
 
     def forward(self) -> Tensor | None:
         """The loss of a step; None if the step has run backward itself.
@@ -103,17 +98,17 @@ class TracelessStep:
         return next(filter(None, self.gather(problem)), "")
 
 
-def error_of_users(error: Exception) -> str:
-    """The first line of an error that a step on trial raises, whatever the user's code or the device raises.
-
-    Raises:
-        Exception: the error itself, where it is a mistake of this package, and says nothing about the module.
-    """
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_own = frame.f_globals.get("__name__", "").partition(".")[0] == "lightning_multigpu"
-    if is_own and isinstance(error, AssertionError | AttributeError | ImportError | NameError):
-        raise error
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:200]
+@contextmanager
+def _trained(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Within the block frozen parameters get gradients too: their layers may be unfrozen later."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 class Trials:
@@ -129,8 +124,8 @@ class Trials:
         self.left: list[Left] = []
         self.traffic: list[Sent] = []
 
-    def run(self, *searches: Callable[[dict[str, int]], list[Block]]) -> None:
-        """Splits the blocks that searches find by the order in which layers run, later ones if nothing is split.
+    def run(self, find: Callable[[dict[str, int]], list[Block]]) -> None:
+        """Splits the blocks that a search finds by the order in which layers run.
 
         Raises:
             ValueError: the step gives no loss.
@@ -141,13 +136,12 @@ class Trials:
             self._step.forward()
         called = self._step.gather(found)[0]
         gc.collect()  # a graph of earlier runs that lives in a cycle would keep the whole shapes of parameters
-        with trained([p for p in self._module.parameters() if p.is_floating_point()]):  # later, a callback unfreezes
-            for find in searches:
-                by_kind: dict[str, list[Block]] = {}
-                for block in [] if self.split else find(called):
-                    by_kind.setdefault(block.kind, []).append(block)
-                for blocks in by_kind.values():
-                    self._split(blocks)
+        with _trained([p for p in self._module.parameters() if p.is_floating_point()]):  # later, a callback unfreezes
+            by_kind: dict[str, list[Block]] = {}
+            for block in find(called):
+                by_kind.setdefault(block.kind, []).append(block)
+            for blocks in by_kind.values():
+                self._split(blocks)
             if self.split:
                 self._compute()
 

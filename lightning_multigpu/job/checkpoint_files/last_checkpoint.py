@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pickletools
-import time
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -15,18 +14,13 @@ import psutil
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_multigpu._lightning_internals import place_of_checkpoint
 from lightning_multigpu.job.guardian.blocking import done_within
-from lightning_multigpu.job.guardian.failure import host_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _SUFFIX = ".ckpt"
 _NEEDED = ("epoch", "global_step", "optimizer_states")  # the last is missing in a file of weights alone
-_FOUND_BY_RANK_0 = "the checkpoint that rank 0 has found"
-_SEEN_WITHIN_S = 30.0  # shared file systems show a new file late to other hosts than its writer
-_POLL_S = 0.2
 _LOOK_S = 3.0
 
 
@@ -91,88 +85,15 @@ def last_checkpoint_of(trainer: pl.Trainer) -> str | None:
 
     def look() -> None:
         with contextlib.suppress(Exception):
-            found.append(_newest_of(trainer))
+            begun_s = psutil.Process().create_time()
+            folders = {str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks} - {""}
+            files = (file for folder in folders for file in complete_checkpoints(folder))
+            written = newest(file for file in files if file.modified_s >= begun_s)
+            resumed = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+            found.append(resumed if written is None else written.path)
 
     done_within(_LOOK_S, look)
     return found[-1]
-
-
-def _newest_of(trainer: pl.Trainer) -> str | None:
-    begun_s = psutil.Process().create_time()
-    folders = {str(getattr(each, "dirpath", None) or "") for each in trainer.checkpoint_callbacks} - {""}
-    written = [file for folder in folders for file in complete_checkpoints(folder) if file.modified_s >= begun_s]
-    found = newest(written)
-    if found is not None:
-        return found.path
-    return None if trainer.ckpt_path is None else str(trainer.ckpt_path)
-
-
-def with_last_found(function: Callable[..., Any], args: tuple[Any, ...], trainer: pl.Trainer) -> tuple[Any, ...]:
-    """The arguments of a Trainer's launched function, with the path of the newest checkpoint instead of ``"last"``.
-
-    Another rank than 0 that finds none takes the file that rank 0 has found, see :func:`await_file`.
-
-    Raises:
-        ValueError: rank 0 finds no complete checkpoint where this run saves; Lightning would begin anew with a warning.
-    """
-    place = place_of_checkpoint(function, args)
-    if place is None or args[place] != "last":
-        return args
-    folders = folders_of(trainer)
-    found = newest(file for folder in folders for file in complete_checkpoints(folder))
-    if found is None and trainer.is_global_zero:
-        raise ValueError(_nothing_found(folders, runs_of(trainer)))
-    return (*args[:place], _FOUND_BY_RANK_0 if found is None else found.path, *args[place + 1 :])
-
-
-def folders_of(trainer: pl.Trainer) -> list[str]:
-    """The folders in which the ``ModelCheckpoint`` callbacks of a Trainer save, before or after its launch."""
-    folders = []
-    for callback in trainer.checkpoint_callbacks:
-        given = getattr(callback, "dirpath", None)
-        if given is None and trainer.loggers:
-            version = trainer.loggers[0].version
-            version = version if isinstance(version, str) else f"version_{version}"
-            given = os.path.join(_root(trainer), str(trainer.loggers[0].name), version, "checkpoints")
-        folders.append(str(given or os.path.join(trainer.default_root_dir, "checkpoints")))
-    return list(dict.fromkeys(folders))
-
-
-def runs_of(trainer: pl.Trainer) -> str | None:
-    """The directory of the Trainer's logger for this run and others of the same name; None without a logger."""
-    name = trainer.loggers[0].name if trainer.loggers else None
-    return None if name is None else os.path.join(_root(trainer), name) if name else _root(trainer)
-
-
-def _root(trainer: pl.Trainer) -> str:
-    return str(trainer.loggers[0].save_dir or trainer.default_root_dir)
-
-
-def _nothing_found(folders: list[str], runs: str | None) -> str:
-    if not folders:
-        return "ckpt_path='last': this Trainer has no ModelCheckpoint that could have saved one; pass ckpt_path=None"
-    shown = " or ".join(map(short, folders))
-    problem = f"ckpt_path='last': there is no complete checkpoint in {shown}, where this run saves"
-    earlier = None if runs is None else newest(complete_checkpoints(runs))
-    if earlier is None:
-        return f"{problem}; pass ckpt_path=None to begin anew"
-    return (
-        f"{problem}. An earlier run has saved {earlier}: to go on from it, pass "
-        f"ckpt_path=lightning_multigpu.find_last_checkpoint({short(str(runs))!r})"
-    )
-
-
-def await_file(path: str | os.PathLike[str], check: Callable[[], object]) -> None:
-    """Waits until this host sees a file that rank 0 sees; ``check`` raises if another rank has failed meanwhile."""
-    deadline_s = time.monotonic() + _SEEN_WITHIN_S
-    while not os.path.exists(path):
-        check()
-        if time.monotonic() > deadline_s:
-            raise FileNotFoundError(
-                f"host {host_name()} does not see {os.fspath(path)!r}, the checkpoint that rank 0 loads; save where "
-                "all hosts see the files, or copy them to the same path on each host"
-            )
-        time.sleep(_POLL_S)
 
 
 def complete_checkpoints(directory: str | os.PathLike[str]) -> list[CheckpointFile]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import LOADS_WEIGHTS_ONLY
 
 _PARTIAL = ".partial"
-_UNLOCKED_S = 60.0  # between the making of a file and its lock
+_IDLE_S = 3600.0  # a save that goes on writes more often
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
@@ -26,8 +25,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
 
     Lightning writes to the directory for temporary files and moves the result. To another file system that is a copy,
     which can end half-way. Here the data goes to a hidden file in the directory of the checkpoint, which gets its name
-    when it is complete and on the disk; the next save removes it if its process was killed. The directory is on the
-    disk, too, before a save returns: then an older checkpoint may be removed.
+    when it is complete and on the disk; a save an hour later removes it if its process was killed. The directory is on
+    the disk, too, before a save returns: then an older checkpoint may be removed.
 
     If the system refuses to write, a save raises OSError with the path and the reason, for a full disk with the free
     space. The previous file stays.
@@ -49,8 +48,9 @@ class WholeCheckpointIO(TorchCheckpointIO):
         try:
             os.makedirs(directory, exist_ok=True)
             _remove_left(directory)
-            with _opened(directory) as folder, open(partial, "wb") as file:
-                _lock(file.fileno())  # until it has its name
+            with ExitStack() as undo, open(partial, "wb") as file:
+                folder = os.open(directory, os.O_RDONLY)
+                undo.callback(os.close, folder)
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
@@ -96,20 +96,12 @@ def map_files(io: CheckpointIO) -> None:
 
 
 def _remove_left(directory: str) -> None:
-    """Removes files of saves that were killed: nobody holds their locks."""
+    """Removes files of saves that were killed."""
     for entry in os.scandir(directory):
         if entry.name.startswith(".") and entry.name.endswith(_PARTIAL) and entry.is_file(follow_symlinks=False):
-            with contextlib.suppress(OSError), open(entry.path, "r+b") as file:
-                if _lock(file.fileno()) and time.time() - entry.stat().st_mtime > _UNLOCKED_S:
+            with contextlib.suppress(OSError):
+                if time.time() - entry.stat().st_mtime > _IDLE_S:
                     os.unlink(entry.path)
-
-
-def _lock(descriptor: int) -> bool:
-    """Locks an open file until it is closed; False if another process has it, or the file system cannot."""
-    with contextlib.suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | None:
@@ -125,13 +117,3 @@ def _reason(error: BaseException | None, directory: str) -> tuple[int, str] | No
     elif error.errno in (errno.EMFILE, errno.ENFILE):
         text += " (raise the limit: ulimit -n)"
     return error.errno, f"{text}; a previous file of that name is unchanged"
-
-
-@contextlib.contextmanager
-def _opened(directory: str) -> Iterator[int]:
-    """A descriptor of the directory, by which its names are written to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

@@ -5,13 +5,6 @@ host starts a guardian: a plain Python interpreter without any third-party packa
 ranks' processes count for it, so a rank that computes for a minute without an answer has not failed.
 ::
 
-    guardian = Guardian.start(num_ranks=4)  # the first rank of the host, before the others
-    client = GuardianClient(os.environ[ADDRESS], rank=2, on_failure=end)  # each rank
-    client.flight_recorder.completed(step)  # after each optimizer step
-    client.rest()  # between two runs; the process leaves when it exits
-
-::
-
       first rank ---- starts ----> guardian <---- TCP, alive once a second ----> guardian of node 0
           |                        ^      |
           |   UNIX socket, memory  |      |  pidfd, /proc/PID/stat, SIGKILL

@@ -17,33 +17,19 @@ for _name in ("lightning_multigpu.job.guardian", "lightning_multigpu.job", "ligh
     sys.modules[_name] = _module
     _path = os.path.dirname(_path)
 
-from lightning_multigpu.job.guardian.proc import refusal  # noqa: E402
 from lightning_multigpu.job.guardian.watchdog import Watchdog  # noqa: E402
 
 # The guardian is in the ranks' process group, so that it receives Ctrl-C. It ignores other signals that a terminal or a
 # supervisor sends to the group, such as Ctrl-Z.
-_IGNORED = (
-    signal.SIGINT,
-    signal.SIGTERM,
-    signal.SIGHUP,
-    signal.SIGQUIT,
-    signal.SIGTSTP,
-    signal.SIGTTIN,
-    signal.SIGTTOU,
-    signal.SIGUSR1,
-    signal.SIGUSR2,
-)
+_IGNORED = [
+    signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "QUIT", "TSTP", "TTIN", "TTOU", "USR1", "USR2")
+]
 
 
 def main() -> None:
     """Reads the settings, leaves its parent, and watches."""
     settings = json.loads(sys.stdin.readline())
-    try:
-        pid = os.fork()
-    except OSError as error:
-        sys.stdout.write(f"{error}; {refusal(error)}\n")
-        sys.exit(1)
-    if pid:
+    if pid := os.fork():
         sys.stdout.write(f"{pid}\n")
         sys.stdout.flush()
         os._exit(0)

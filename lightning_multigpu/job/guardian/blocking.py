@@ -35,24 +35,3 @@ def print_text(text: str, *, limit_s: float = _LIMIT_S) -> None:
                 rest = rest[os.write(2, rest[:_PIPE_BUF]) :]
 
     done_within(limit_s, write, otherwise=write)
-
-
-def append(path: str, text: str, what: str, *, limit_s: float = _LIMIT_S) -> None:
-    """Appends ``text`` to a file after a blank line, and makes its directory; gives up a file system that is silent.
-
-    It refuses a symbolic link, and prints that ``what`` could not be written, and why.
-    """
-
-    def write() -> None:
-        try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            with open(path, "a", encoding="utf-8", errors="replace", opener=_no_link) as file:
-                file.write("\n" * (os.fstat(file.fileno()).st_size > 0) + text)
-        except (OSError, ValueError) as error:
-            print_text(f"{what} could not be written to {path}: {error}\n")
-
-    done_within(limit_s, write)
-
-
-def _no_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)

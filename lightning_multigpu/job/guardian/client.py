@@ -15,15 +15,21 @@ from collections.abc import Callable
 
 from lightning_multigpu.job.guardian.failure import MAX_WHAT, Failure, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
-from lightning_multigpu.job.guardian.proc import STOPPED, WatchedProcess
-from lightning_multigpu.job.guardian.protocol import Connection, Message, foreign
+from lightning_multigpu.job.guardian.protocol import (
+    MAX_LINE_BYTES,
+    Connection,
+    Message,
+    ProtocolError,
+    decode,
+    encode,
+    foreign,
+)
 from lightning_multigpu.job.guardian.start import GuardianError
 
 OnFailure = Callable[[Failure], None]
 
 _LONGEST_LOOK_S = 0.5
-_STOPPED_LOOKS = 3  # at a guardian, before it is resumed
-_SEEN_S = 5.0
+_PRINT_S = 5.0  # beyond the time in which the other ranks end
 _SHORTEST_POLL_S, _POLL_S = 0.005, 0.1
 _BACKLOG = 256  # strangers may queue before the other hosts
 
@@ -32,18 +38,16 @@ class GuardianClient:
     """A rank's connection to the guardian of its host.
 
     A thread reads the guardian's messages. It calls ``on_failure`` once, with the failure of another rank or host, or
-    with the end of the guardian itself. Then no other process would end this one, so it ends itself after 0.9
-    ``failure_timeout_s``, if it still runs. A stopped guardian is resumed.
+    with the end of the guardian itself: then nobody would end this process, which ends itself after 0.9
+    ``failure_timeout_s``.
 
     Args:
-        address: where the guardian listens.
-        timeout_s: how long it may take to answer.
+        timeout_s: how long the guardian at ``address`` may take to answer.
         start_timeout_s: how long it may take to start: at the address of a job its first rank on the host starts it.
 
     Attributes:
         failure: the failure that ``on_failure`` was called with, or None.
-        find_failure: called at least every 0.5 s in a run, in another thread; a failure that it finds, with its age, is
-            reported.
+        find_failure: called twice a second in a run, in another thread; a failure that it finds is reported.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
             next run.
@@ -57,29 +61,23 @@ class GuardianClient:
     ) -> None:
         self.rank = rank
         self.failure: Failure | None = None
-        self.find_failure: Callable[[], tuple[Failure, float] | None] = lambda: None
+        self.find_failure: Callable[[], Failure | None] = lambda: None
         self.rests = False
         self._run = 1
         self._on_failure = on_failure
-        self._leaving, self._met, self._seen = threading.Event(), threading.Event(), threading.Event()
-        self._printed, self._is_printed = threading.Event(), False
-        self._all_at_end = threading.Event()
-        self._is_alone = False  # with its exception
+        self._leaving, self._all_at_end, self._printed = threading.Event(), threading.Event(), threading.Event()
+        self._is_printed = False
         self._sending = threading.RLock()  # a signal's handler may send while its thread does
         self._process = os.getpid()
-        self._connection = Connection(_connected(address, rank, timeout_s, start_timeout_s))
+        self._connection = Connection(_connected(address, rank, start_timeout_s))
         try:
             self._connection.send("hello", rank=rank)
             welcome = self._welcome(time.monotonic() + timeout_s)
             self.guardian_pid, failure_timeout_s = welcome["pid"], welcome["failure_timeout_s"]
-            self._guardian = WatchedProcess(self.guardian_pid)
             descriptor = self._connection.take_descriptor()
             self._pages, self._slot = mmap.mmap(descriptor, PAGE_BYTES * welcome["num_slots"]), welcome["slot"]
             os.close(descriptor)
             self.flight_recorder = FlightRecorder(self._pages, self._slot)
-        except ProcessLookupError as error:
-            self._connection.close()
-            raise GuardianError(f"the guardian (pid {self.guardian_pid}) of rank {rank} has ended") from error
         except BaseException:
             self._connection.close()
             raise
@@ -88,12 +86,8 @@ class GuardianClient:
         self._thread.start()
 
     def begin(self, on_failure: OnFailure, *, failure_timeout_s: float, hang_report_s: float | None) -> None:
-        """Begins a further run of all ranks, with its own limits, after :meth:`rest`; all ranks have to come to it.
-
-        A failure that was found meanwhile is passed to ``on_failure`` at once.
-        """
+        """Begins a further run, with its own limits, after :meth:`rest`; all ranks have to come to it."""
         self._run += 1
-        self._is_alone = False
         self._all_at_end.clear()
         self._set_limits(failure_timeout_s)
         self.flight_recorder = FlightRecorder(self._pages, self._slot)
@@ -110,39 +104,18 @@ class GuardianClient:
         self._pages[PAGE_BYTES * self._slot : PAGE_BYTES * (self._slot + 1)] = bytes(PAGE_BYTES)
         self._send("rest", run=self._run)
 
-    def failed(self, failure: Failure, *, age_s: float = 0.0) -> None:
-        """Reports a failure of ``age_s`` ago to the guardian, which informs the other ranks; all have to end.
-
-        Returns when the guardian has read the other ranks' waits, or after five seconds. If the failure has no step,
-        the guardian takes the step that its rank has noted.
-        """
-        self._send("failed", failure=failure.to_message(), age_s=age_s)
-        if threading.current_thread() is not self._thread:
-            self._seen.wait(_SEEN_S)
-
-    def is_common_error(self, key: str, failure: Failure) -> bool:
-        """Whether all ranks have raised the exception ``key``: it is the program's, and no failure of a rank.
-
-        Returns once all have, or once one certainly has not: that rank has ended its run well, waits for this one, or
-        has not come within a third of ``failure_timeout_s``. ``failure`` is then reported.
-        """
-        self._send("error", key=key, failure=failure.to_message())
-        self._all_at_end.wait()
-        return self.failure is None and not self._is_alone
+    def failed(self, failure: Failure) -> None:
+        """Reports a failure to the guardian, which informs the other ranks; all have to end."""
+        self._send("failed", failure=failure.to_message())
 
     def can_be_lost(self) -> None:
-        """Declares that the job goes on without this rank, however its process ends before its :meth:`leave`.
+        """Declares that the job goes on without this rank, however it ends: no other waits for it from now on.
 
-        The guardian then prints a line. If this rank, or one of its worker processes, is stopped, that is no failure
-        either. No other rank may wait for this one from now on. Raises ValueError on rank 0.
+        Raises ValueError on rank 0.
         """
         if self.rank == 0:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
-
-    def may_print(self) -> None:
-        """Reports that this rank raises the failure's exception, and prints it unless its program catches it."""
-        self._send("may print")
 
     def print_failure(self, advice: str, *, waits: bool) -> bool:
         """Makes the guardian print the failure with ``advice``, once for all ranks, when the others have ended.
@@ -151,26 +124,15 @@ class GuardianClient:
         """
         self._send("print", advice=advice[:MAX_WHAT])
         if waits:
-            self._printed.wait(self._end_s + _SEEN_S)
-        return self._is_printed if waits else not self._connection.closed
+            self._printed.wait(self._end_s + _PRINT_S)
+        return self._is_printed or not waits
 
-    def report_to(self, directory: str, *, node_rank: int | None = None) -> None:
-        """Sets where files about a failure or a hang are written; hosts with a ``node_rank`` may share a hostname."""
-        self._send("directory", directory=os.path.abspath(directory), node_rank=node_rank)
-
-    def joining(self, limit_s: float) -> None:
-        """Reports that this rank is joining the others, which wait for it; after ``limit_s`` it has failed."""
+    def joining(self, limit_s: float | None) -> None:
+        """Reports that this rank joins the others, and has failed after ``limit_s``; None once it has joined them."""
         self._send("joining", limit_s=limit_s)
 
-    def joined(self) -> None:
-        """Reports that this rank has joined the others."""
-        self._send("joined")
-
     def counts_interrupts(self) -> None:
-        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT.
-
-        All ranks then end with exit status 130, this one included.
-        """
+        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT."""
         self._send("counts interrupts")
 
     def signalled(self, status: int, number: int) -> None:
@@ -197,25 +159,24 @@ class GuardianClient:
             ) from error
 
     def join_hosts(self, address: str, port: int, *, node_rank: int, secret: str, timeout_s: float = 30.0) -> None:
-        """On each other node, by one rank: connects this host's guardian to node 0's, and waits for its welcome.
+        """On each other node, by one rank: connects this host's guardian to node 0's, where its end is a failure then.
 
-        From then on node 0 knows of this host, and its end is a failure there.
-
-        Raises:
-            GuardianError: node 0's guardian cannot be reached within ``timeout_s``, or refuses this host's.
+        Raises GuardianError if node 0's cannot be reached within ``timeout_s``, or refuses this host's.
         """
+        who, where = f"node {node_rank} ({host_name()})", f"at {address} port {port}"
         try:
             with socket.create_connection((address, port), timeout=timeout_s) as sock:
-                self._send("join", descriptors=(sock.fileno(),), node_rank=node_rank, secret=secret)
-        except OSError as error:
+                sock.sendall(encode("hello", secret=secret, node_rank=node_rank, host=host_name()))
+                with sock.makefile("rb", buffering=0) as file:  # what follows the line is for the guardian
+                    answer = decode(file.readline(MAX_LINE_BYTES))
+                if answer["kind"] != "welcome":
+                    raise GuardianError(f"the guardian of node 0 {where} has refused {who}: {answer.get('why')}")
+                self._send("join", descriptors=(sock.fileno(),), node_rank=node_rank, host=answer["host"])
+        except (OSError, ProtocolError) as error:
             raise GuardianError(
-                f"node {node_rank} ({host_name()}) cannot reach the guardian of node 0 at {address} port {port}: "
-                f"{error}; is the address right, and the port open between the hosts?"
+                f"{who} cannot reach the guardian of node 0 {where}: {error}; is the address right, and the port open "
+                "between the hosts?"
             ) from error
-        self._met.wait(timeout_s)
-        if self.failure is not None or not self._met.is_set():
-            why = f"no answer within {timeout_s:g} s" if self.failure is None else self.failure.describe()
-            raise GuardianError(f"node {node_rank} ({host_name()}) is not accepted at {address} port {port}: {why}")
 
     def leave(self) -> None:
         """Ends the connection: from now on this rank's end is no failure, and it receives no failure."""
@@ -224,47 +185,35 @@ class GuardianClient:
         self._leaving.set()  # before the message: the guardian may end at once, which is no failure then
         with self._sending:
             self._connection.send("leave", run=self._run)
-        self._guardian.resume()  # if it is stopped: no rank may be left that would
         with contextlib.suppress(OSError):  # wakes the thread; sent messages still arrive
             self._connection.socket.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
             self._thread.join(timeout=5)
         self._connection.close()
-        self._guardian.close()
         self.flight_recorder.detach()
 
     # The other thread
 
     def _listen(self) -> None:
-        stopped_looks = 0
-        while True:
+        while not self._connection.closed:
             for message in self._connection.arriving():
-                if message["kind"] == "met":
-                    self._met.set()
-                elif message["kind"] == "seen":
-                    self._seen.set()
-                elif message["kind"] == "look":
-                    self.flight_recorder.answer(message["number"])
-                elif message["kind"] == "printed":
+                kind = message["kind"]
+                if kind == "printed":
                     self._is_printed = True
                     self._printed.set()
-                elif message["kind"] in ("all at end", "alone"):
-                    self._is_alone = message["kind"] == "alone"
+                elif kind == "all at end":
                     self._all_at_end.set()
-                elif message["kind"] == "end now" and not self._leaving.is_set():
+                elif kind == "end now" and not self._leaving.is_set():
                     os._exit(message["status"])
-                elif message["kind"] == "failure":
-                    self._report(Failure.from_message(message["failure"]))
-            if self._connection.closed:
-                break
-            if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
-                self.find_failure = lambda: None
-                self.failed(found[0], age_s=found[1])
-            stopped_looks = stopped_looks + 1 if self._guardian.state() == STOPPED else 0
-            if stopped_looks > _STOPPED_LOOKS:  # whoever stops the whole job stops this process, too
-                self._guardian.resume()
-            select.select([self._connection], [], [], self._look_s)
-        self._seen.set()
+                elif kind == "failure":
+                    self._report(Failure(**message["failure"]))
+            if not self._connection.closed:
+                if not self.rests:
+                    self.flight_recorder.note_line()
+                if self.failure is None and not self.rests and (found := self.find_failure()) is not None:
+                    self.find_failure = lambda: None
+                    self.failed(found)
+                select.select([self._connection.socket], [], [], self._look_s)
         self._printed.set()
         if self._leaving.is_set():
             return
@@ -278,16 +227,13 @@ class GuardianClient:
     def _report(self, failure: Failure) -> None:
         if self.failure is None and not self._leaving.is_set():
             self.failure = failure
-            self._met.set()  # wakes join_hosts, which raises the failure
             if not self.rests:
                 self._on_failure(failure)
                 self._all_at_end.set()
 
     def _set_limits(self, failure_timeout_s: float) -> None:
         self._end_s = 0.9 * failure_timeout_s
-        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 20)  # other hosts miss a stopped guardian later
-
-    # Messages
+        self._look_s = min(_LONGEST_LOOK_S, failure_timeout_s / 20)
 
     def _send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: object) -> None:
         """Sends a message, but none from a forked child: it shares the connection, but is not this rank."""
@@ -296,48 +242,34 @@ class GuardianClient:
                 self._connection.send(kind, descriptors=descriptors, **fields)
 
     def _welcome(self, deadline_s: float) -> Message:
-        while True:
+        why = "it does not answer in time"
+        while (left_s := deadline_s - time.monotonic()) > 0 and not self._connection.closed:
+            select.select([self._connection.socket], [], [], left_s)
             for message in self._connection.arriving():
-                if message["kind"] == "refused":
-                    raise GuardianError(f"the guardian refuses rank {self.rank}: {message.get('why')}")
                 if message["kind"] == "welcome":
                     return message
-            if self._connection.closed:
-                raise GuardianError(f"the guardian has closed the connection to rank {self.rank}; has it ended?")
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                raise GuardianError(f"the guardian does not answer rank {self.rank} in time; is it stopped?")
-            select.select([self._connection], [], [], left_s)
+                why = str(message.get("why"))
+        raise GuardianError(f"the guardian does not take rank {self.rank}: {why}")
 
 
-def _connected(address: str, rank: int, timeout_s: float, start_timeout_s: float) -> socket.socket:
-    """A socket that is connected to the guardian; waits for its start, and while the kernel's queue is full."""
+def _connected(address: str, rank: int, start_timeout_s: float) -> socket.socket:
+    """A socket that is connected to the guardian; waits for its start."""
     began_s, pause_s = time.monotonic(), _SHORTEST_POLL_S
     while True:
         sock = socket.socket(socket.AF_UNIX)
         sock.setblocking(False)
-        limit_s = start_timeout_s
         try:
             sock.connect("\0" + address)
             if not (why := foreign(sock)):
                 return sock
             problem = f"the guardian's address belongs to {why}: it is not the guardian of rank {rank}"
-        except BlockingIOError:
-            limit_s += timeout_s
-            problem = (
-                f"the process at the guardian's address on {host_name()} takes no connection of rank {rank}: its queue "
-                f"is full. Is the guardian stopped, or is it another program (`ss -xlp | grep {address}`)?"
-            )
         except OSError as error:
-            problem = f"rank {rank} finds no guardian on {host_name()}: {error}; has it ended?"
-            if start_timeout_s:
-                problem = (
-                    f"rank {rank} has found no guardian on {host_name()} within {start_timeout_s:g} s: the first rank "
-                    "of this host, which starts it, has not come. Are MASTER_ADDR, MASTER_PORT and NODE_RANK the same "
-                    "for all ranks of the host, and has one of them LOCAL_RANK=0?"
-                )
+            problem = f"rank {rank} finds no guardian on {host_name()} within {start_timeout_s:g} s: {error}" + (
+                ". The first rank of a host starts it: are MASTER_ADDR, MASTER_PORT and NODE_RANK the same for all "
+                "ranks of the host, and has one of them LOCAL_RANK=0?"
+            ) * (start_timeout_s > 0)
         sock.close()
-        if time.monotonic() - began_s > limit_s:
+        if time.monotonic() - began_s > start_timeout_s:
             raise GuardianError(problem)
         time.sleep(pause_s)
         pause_s = min(_POLL_S, 1.5 * pause_s)

@@ -6,7 +6,6 @@ import builtins
 import contextlib
 import os
 import re
-from collections import Counter
 from typing import Any, NamedTuple
 
 from lightning_multigpu.job.guardian.frames import PYTHON, Frame
@@ -20,10 +19,7 @@ _MAX_LINES = 8
 
 
 class RankFailedError(RuntimeError):
-    """A rank in another process has failed. The message contains its rank, and its exception's message and traceback.
-
-    Frames of lightning, torch and this pack are folded, unless LIGHTNING_MULTIGPU_TRACEBACK is "full".
-    """
+    """A rank in another process has failed. The message contains that rank, its exception's message and traceback."""
 
 
 class Failure(NamedTuple):
@@ -36,8 +32,10 @@ class Failure(NamedTuple):
         pid: the failed process on its host, or None if there is none.
         step: optimizer steps that the rank had completed, or None if unknown.
         traceback: the traceback of the rank's exception with its notes, or empty.
-        error_type: the name of the exception's class if it is built into Python, or empty.
+        error_type: the name of the exception's class, "builtins.ValueError"; empty without an exception.
         message: the exception's message, for an exception of that class on other ranks.
+        age_s: for how long it had lasted when it was found.
+        signal: the signal on which the rank has ended its run alone, or 0.
     """
 
     what: str
@@ -48,6 +46,8 @@ class Failure(NamedTuple):
     traceback: str = ""
     error_type: str = ""
     message: str = ""
+    age_s: float = 0.0
+    signal: int = 0
 
     @classmethod
     def of(cls, error: BaseException, *, rank: int | None, step: int | None) -> Failure:
@@ -66,17 +66,17 @@ class Failure(NamedTuple):
             pid=os.getpid(),
             step=step,
             traceback="".join(traceback.format_exception(error)),
-            error_type=kind.__name__ if kind.__module__ == "builtins" else "",
+            error_type=f"{kind.__module__}.{kind.__qualname__}",
             message=error.args[0] if is_text else text_of(error),
         )
 
     def exception(self) -> Exception:
-        """The exception that this failure, of a rank in another process, raises here.
+        """The exception that this failure raises in another process: of its class if that is built-in.
 
-        A built-in exception keeps its class, and gets a note about the failure. Exceptions of all other classes become
-        a :class:`RankFailedError`.
+        Exceptions of all other classes become a :class:`RankFailedError`.
         """
-        kind = getattr(builtins, self.error_type, None) if self.error_type else None
+        module, _, name = self.error_type.rpartition(".")
+        kind = getattr(builtins, name, None) if module == "builtins" else None
         if isinstance(kind, type) and issubclass(kind, Exception):
             with contextlib.suppress(Exception):  # some classes take more than a message
                 error: Exception = kind(self.message)
@@ -85,9 +85,14 @@ class Failure(NamedTuple):
         text = self.describe() if self.rank is not None else f"the job failed: {self.describe()}"
         return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
 
+    def is_alike(self, other: Failure) -> bool:
+        """Whether two ranks have raised the same class of exception at the same step and line."""
+        mine, others = ((each.error_type, each.step or 0, each.place) for each in (self, other))
+        return mine == others
+
     def note(self) -> str:
-        """The note of an exception that this failure raises in another process."""
-        return f"Raised in another process: {self.summary()}\n{folded(self.traceback)}".rstrip()
+        """The note of an exception of this failure in another process."""
+        return f"Raised in another process: {self.describe()}\n{folded(self.traceback)}".rstrip()
 
     @property
     def place(self) -> str:
@@ -96,10 +101,7 @@ class Failure(NamedTuple):
         return next((frame.text for frame in reversed(frames) if not frame.library), "")
 
     def describe(self) -> str:
-        """ "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL".
-
-        One line, unless an exception's message has further lines, and no traceback holds them.
-        """
+        """One line: "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL"."""
         known = [
             f"host {self.host}" if self.host else "",
             "" if self.pid is None else f"pid {self.pid}",
@@ -109,14 +111,10 @@ class Failure(NamedTuple):
         where = ", ".join(text for text in known if text)
         subject = "" if self.rank is None else f"rank {self.rank} "
         text = f"{subject}({where}) {self.what}" if subject else f"{self.what} ({where})" if where else self.what
-        return text.partition("\n")[0] if self.traceback else text
-
-    def summary(self) -> str:
-        """The first line of :meth:`describe`."""
-        return self.describe().partition("\n")[0]
+        return text.partition("\n")[0]
 
     def to_message(self) -> dict[str, Any]:
-        """JSON values, cut to fit into one message; a traceback keeps its end."""
+        """JSON values for :class:`Failure`, cut to fit into one message; a traceback keeps its end."""
         return self._replace(
             what=self.what[:MAX_WHAT],
             host=self.host[:_MAX_NAME],
@@ -125,22 +123,11 @@ class Failure(NamedTuple):
             traceback=self.traceback[-MAX_TRACEBACK:],
         )._asdict()
 
-    @classmethod
-    def from_message(cls, values: Any) -> Failure:
-        """The inverse of :meth:`to_message`."""
-        return cls(**values)
-
 
 def closing_lines(failure: Failure, waited: list[str], *, goes_on: bool = False) -> list[str]:
-    """The collectives in which ranks waited and, last, the failure: what a terminal shows of it, beside a traceback.
-
-    ``goes_on``: the job goes on without the failed rank.
-    """
+    """The collectives in which ranks waited and, last, the failure; ``goes_on``: the job goes on without the rank."""
     headline = f"The job {'goes on without a rank' if goes_on else 'failed'}: {failure.describe()}"
-    shown = [f"Meanwhile {line}" for line in waited[:_MAX_LINES]]
-    if len(waited) > _MAX_LINES:
-        shown.append(f"Meanwhile {len(waited) - _MAX_LINES} more ranks waited too")
-    return [*shown, headline]
+    return [*(f"Meanwhile {line}" for line in waited[:_MAX_LINES]), headline]
 
 
 def text_of(error: BaseException) -> str:
@@ -163,8 +150,8 @@ def _frame_of(line: str) -> Frame | None:
 def folded(text: str) -> str:
     """Tracebacks with one line for successive frames of lightning, torch and this pack; other lines stay as they are.
 
-    Frames of Python's own library are shown if the user's code has called them. All frames are shown if the variable
-    LIGHTNING_MULTIGPU_TRACEBACK is "full".
+    Frames of Python's own library are shown if the user's code has called them. LIGHTNING_MULTIGPU_TRACEBACK=full shows
+    all.
     """
     if os.environ.get(TRACEBACK) == "full":
         return text
@@ -184,17 +171,11 @@ def folded(text: str) -> str:
         if hidden:
             # If the traceback ends within them, the last frame has raised the exception.
             last = f", last {hidden[-1].text}" if frame is None else ""
-            shown.append(f"{margin}  ... {_counted(hidden)}{last}{hint}")
+            shown.append(f"{margin}  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} of libraries{last}{hint}")
             hidden, hint = [], ""
         is_hidden = frame is None and (is_hidden or _BEGINS in line)
         shown.append(line)
     return "\n".join(shown)
-
-
-def _counted(frames: list[Frame]) -> str:
-    names = [name for name, _ in Counter(frame.library for frame in frames).most_common()]
-    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    return f"{len(frames)} frame{'s' * (len(frames) > 1)} of {listed}"
 
 
 def host_name() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 from types import FrameType
 from typing import NamedTuple
 
@@ -16,13 +17,7 @@ _STANDARD = re.compile(r"/lib/python3[^/]*/(?!site-packages|dist-packages)|^<(fr
 PYTHON = "Python"
 _TRAINER = re.compile(r"/lightning/pytorch/trainer/")
 _C10D = "torch/distributed/distributed_c10d.py"
-# Python files of torch whose innermost call waits for other ranks.
-_WAITS_IN_C = (
-    _C10D,
-    *(f"torch/distributed/{name}.py" for name in ("rendezvous", "utils", "_functional_collectives", "nn/functional")),
-    "torch/nn/parallel/distributed.py",
-)
-_WRAPPERS = ("torch/distributed/c10d_logger.py", "/contextlib.py", "torch/utils/_contextlib.py")
+_AROUND_C10D = re.compile(r"/torch/distributed/|/contextlib\.py$|/torch/utils/_contextlib\.py$")
 
 
 class Frame(NamedTuple):
@@ -55,10 +50,9 @@ class Frame(NamedTuple):
 
 
 def place(frames: Sequence[Frame]) -> str:
-    """The most useful line of a stack (most recent call first).
+    """The user's innermost line within the training, in a stack (most recent call first).
 
-    That is the user's innermost line within the training; without one, the innermost line of Lightning, torchmetrics or
-    this pack; in a thread without either, the innermost line.
+    Without one, the innermost line of Lightning, torchmetrics or this pack, or else the innermost line.
     """
     if not frames:
         return "an unknown line"
@@ -71,18 +65,10 @@ def place(frames: Sequence[Frame]) -> str:
 
 
 def own_collective(frames: Sequence[Frame]) -> str:
-    """The collective of torch in which a stack (most recent call first) ends, or empty if it ends elsewhere.
-
-    Its name is the outermost function of torch: ``broadcast_object_list`` rather than the ``broadcast`` within it.
-    """
-    found: list[Frame] = []
-    for frame in frames:
-        if not frame.file.endswith((*_WAITS_IN_C, *_WRAPPERS)):
-            break
-        if not frame.file.endswith(_WRAPPERS):
-            found.append(frame)
-    named = [frame for frame in found if frame.file.endswith(_C10D)] or found
-    return named[-1].function.lstrip("_") if named else ""
+    """The collective of torch in which a stack (most recent call first) ends: ``broadcast_object_list``; or empty."""
+    inside = takewhile(lambda frame: _AROUND_C10D.search(frame.file), frames)
+    named = [frame.function for frame in inside if frame.file.endswith(_C10D)]
+    return named[-1].lstrip("_") if named else ""
 
 
 def stack_of(frame: FrameType | None) -> list[Frame]:

@@ -12,34 +12,14 @@ from lightning_multigpu.job.guardian.blocking import print_text
 SAME_INTERRUPT_S = 0.3
 INTERRUPTED_STATUS = 130
 
-# A rank's report when a signal has ended its run before the ranks could agree on the signal.
-_REPORTS = {signal.SIGINT: "was interrupted (SIGINT)", signal.SIGTERM: "was terminated (SIGTERM)"}
-_LATE = ", for which the ranks reached no common batch"
-
 _LINE = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C ends it at once.\n"
 
 
-def report_of(signum: signal.Signals, *, late: bool) -> str:
-    """A rank's report that a signal has ended its run; ``late``: it has waited out ``failure_timeout_s``."""
-    return _REPORTS[signum] + _LATE * late
-
-
-def signal_of(what: str) -> signal.Signals | None:
-    """The signal that has ended a rank's run, by its report; None if the rank has failed."""
-    return next((signum for signum, text in _REPORTS.items() if what.startswith(text)), None)
-
-
-def was_late(what: str) -> bool:
-    """True if, by a rank's report, a signal has waited out ``failure_timeout_s``."""
-    return what.endswith(_LATE)
-
-
 class Interrupts:
-    """Counter of interrupts in the guardian: a terminal signals it together with the ranks.
+    """Counter of interrupts in the guardian: a terminal signals it too, while Lightning ignores a second SIGINT.
 
-    Lightning ignores SIGINT once it has received the first one, so that no rank notices the second. Ranks report
-    interrupts that only they receive. ``counts`` is False if the user's program handles SIGINT itself; ``status`` is
-    the exit status of a job that a second signal ends.
+    Ranks report interrupts that only they receive. ``counts`` is False if the user's program handles SIGINT itself;
+    ``status`` is the exit status of a job that a second signal ends.
     """
 
     def __init__(self) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import errno
 import fcntl
 import os
-import resource
-import select
 import signal
 import struct
 import time
@@ -15,13 +13,10 @@ from typing import NamedTuple
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
 
-_LIMITS = {
-    errno.EAGAIN: "no more processes or threads may be allowed: see `ulimit -u`, and pids.max of the container; or "
-    "lower num_workers and OMP_NUM_THREADS",
-    errno.ENOMEM: "there may be no memory for another process: see `free`, and memory.max of the container; or lower "
-    "num_workers",
-}
-
+_LIMITS = (
+    "the system may allow no more processes, threads or memory: see `ulimit -u`, `ulimit -v`, `free`, and pids.max and "
+    "memory.max of the container; or lower num_workers and OMP_NUM_THREADS"
+)
 
 # From include/uapi/linux/pidfd.h: the ioctl PIDFD_GET_INFO (Linux 6.13) and its flag PIDFD_INFO_EXIT (Linux 6.15).
 _PIDFD_GET_INFO = 0xC040FF0B
@@ -44,11 +39,7 @@ def parse_stat(text: str) -> Stat:
 
 
 def read_stat(pid: int) -> Stat | None:
-    """The kernel's view of a process, or None if there is none with that pid.
-
-    Raises:
-        OSError: the kernel cannot answer now: too many files are open, or there is no memory.
-    """
+    """The kernel's view of a process, or None if there is none; OSError if there is no descriptor or memory now."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return parse_stat(file.read())
@@ -64,28 +55,23 @@ class WatchedProcess:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
+        stat = read_stat(pid)
+        if stat is None:
+            raise ProcessLookupError(f"no process has the pid {pid}")
+        self._last: Stat = stat
+        self._start_ticks = stat.start_ticks
+        self._wait_status: int | None = None
         try:
             self.pidfd: int | None = os.pidfd_open(pid)
         except ProcessLookupError:
             raise
         except (AttributeError, OSError):
             self.pidfd = None
-        try:
-            stat = read_stat(pid)
-            if stat is None:
-                raise ProcessLookupError(f"no process has the pid {pid}")
-        except OSError:
-            self.close()
-            raise
-        self._start_ticks = stat.start_ticks
-        self._last: Stat = stat
-        self._wait_status: int | None = None
 
     def state(self) -> str:
-        """:data:`RUNNING`, :data:`STOPPED` or :data:`ENDED`.
+        """:data:`RUNNING`, :data:`STOPPED` or :data:`ENDED`; while the kernel cannot say, what it was before.
 
-        A process that a debugger holds counts as running: somebody looks at it. A zombie has ended. While the kernel
-        cannot say, the process is what it was before, unless its pidfd says that it has ended.
+        A process that a debugger holds counts as running: somebody looks at it. A zombie has ended.
         """
         stat = self._stat()
         if stat is None:
@@ -96,29 +82,19 @@ class WatchedProcess:
         return STOPPED if stat.state == "T" else RUNNING
 
     def exit_code(self) -> int | None:
-        """The exit status of an ended process, or the negative number of the signal that ended it.
-
-        None if unknown: before Linux 6.15, the parent may have collected the status already.
-        """
+        """The exit status of an ended process, or the negative number of the signal that ended it; None if unknown."""
         if self.state() != ENDED:
             return None
         status = self._collected_status() if self._wait_status is None else self._wait_status
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def kill(self) -> None:
-        """Ends the process, unless it has ended already."""
-        self._signal(signal.SIGKILL)
-
-    def resume(self) -> None:
-        self._signal(signal.SIGCONT)
-
-    def _signal(self, number: int) -> None:
-        """Sends a signal to this process, and to no later one with its pid."""
+        """Ends this process, unless it has ended already, and no later one with its pid."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if self.pidfd is not None:
-                signal.pidfd_send_signal(self.pidfd, number)
+                signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
             elif self._stat() is not None:
-                os.kill(self.pid, number)
+                os.kill(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
         if self.pidfd is not None:
@@ -129,22 +105,15 @@ class WatchedProcess:
         try:
             stat = read_stat(self.pid)
         except OSError:
-            return None if self._pidfd_has_ended() else self._last
+            return self._last
         if stat is None or stat.start_ticks != self._start_ticks:
             return None
         self._last = stat
         return stat
 
-    def _pidfd_has_ended(self) -> bool:
-        if self.pidfd is None:
-            return False
-        poll = select.poll()  # select takes no descriptor beyond 1,023
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
-
     def _collected_status(self) -> int | None:
-        """The wait status that the kernel keeps with a pidfd after the parent has collected it."""
-        if self.pidfd is None or not self._pidfd_has_ended():
+        """The wait status that Linux 6.15 keeps with a pidfd after the parent, such as a shell, has collected it."""
+        if self.pidfd is None:
             return None
         buffer = bytearray(struct.pack("Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
         try:
@@ -162,16 +131,11 @@ def clock_s() -> float:
 
 
 def refusal(error: BaseException) -> str:
-    """The limit to look at if the system may have refused a process or a thread; empty for another error."""
+    """The limits to look at if the system may have refused a process or a thread; empty for another error."""
     # Python's error about a thread that cannot start has no number, and neither has C++'s.
     words = ("can't start new thread", os.strerror(errno.EAGAIN))
-    number = (error.errno or 0) if isinstance(error, OSError) else 0
-    if type(error) is RuntimeError and any(isinstance(what, str) and what.startswith(words) for what in error.args):
-        number = errno.EAGAIN
-    (limit, _), hint = resource.getrlimit(resource.RLIMIT_AS), _LIMITS.get(number, "")
-    if hint and limit != resource.RLIM_INFINITY:  # the stack of a thread needs address space
-        hint = f"this process may map {limit / 2**20:.0f} MiB: see `ulimit -v`; else {hint}"
-    return hint
+    is_thread = type(error) is RuntimeError and str(error).startswith(words)
+    return _LIMITS if is_thread or getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM) else ""
 
 
 def note_refusal(error: BaseException, who: str) -> None:
@@ -186,8 +150,5 @@ def ended_text(exit_code: int | None) -> str:
         return "ended with an unknown exit status (its parent has collected it)"
     if exit_code >= 0:
         return f"ended with exit status {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
-    return f"was ended by {name}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"was ended by {names.get(-exit_code, f'signal {-exit_code}')}"

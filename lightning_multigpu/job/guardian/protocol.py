@@ -2,38 +2,28 @@
 
 ::
 
-    asking (a rank, or another guardian)      asked (the guardian, or that of node 0)
+    asking: a rank, perhaps of another host   asked: the guardian, or that of node 0
       hello      who it is             ------>
                                        <------     welcome
                                                    or: refused  why
 
-Another guardian also sends the job's secret. Until then it is a stranger: at most :data:`MAX_STRANGER_BYTES` bytes are
-read from it. Over a UNIX socket both ends ask the kernel for the other's process: see :func:`foreign`.
+Another host also sends the job's secret. Over a UNIX socket both ends ask the kernel for the other's process: see
+:func:`foreign`.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
 import struct
-import sys
-import termios
-import time
-from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
-from lightning_multigpu.job.guardian.proc import clock_s
-
 MAX_LINE_BYTES = 128 * 1024
-MAX_STRANGER_BYTES = 4 * 1024
 _CHUNK_BYTES = 64 * 1024
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
-_ARRIVAL_LOOK_S = 0.005
-_NOTHING_LEFT_S = 0.02
 
 Message = dict[str, Any]
 
@@ -62,14 +52,6 @@ def decode(line: bytes) -> Message:
     return message
 
 
-def knows(message: Message, secret: str) -> bool:
-    """True if the message carries the secret."""
-    import hmac  # for jobs of several hosts alone: OpenSSL takes 5 ms of a guardian's start
-
-    given = message.get("secret")
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), secret.encode())
-
-
 def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Process and user at the other end of a UNIX socket when it was connected, from the kernel."""
     layout = "3i"
@@ -80,45 +62,31 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
 
 
 def foreign(sock: socket.socket) -> str:
-    """The reason why the process at the other end of a UNIX socket cannot be of the same job; empty if it can.
-
-    It can if it has the same user, and a pid here: with host networking, containers share UNIX addresses.
-    """
+    """The reason why the process at the other end of a UNIX socket cannot be of the same job; empty if it can."""
     pid, user = peer_of(sock)
     if user != os.getuid():
         return f"a process of user {user}, and not of user {os.getuid()}"
+    # With host networking, containers share UNIX addresses.
     return "" if pid else "a process of another container (PID namespace)"
 
 
 class Connection:
     """Messages over a non-blocking stream socket. A UNIX socket may also carry file descriptors.
 
-    Of a stranger little is read before :meth:`trust`. Once ``closed``, the other end has ended, or has sent something
-    other than a message; ``why`` has the reason, empty if it has just closed it.
+    Once ``closed``, the other end has ended, or has sent something other than a message; ``why`` has the reason, empty
+    if it has just closed it.
     """
 
-    def __init__(self, sock: socket.socket, *, is_stranger: bool = False) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.socket = sock
         self.closed = False
         self.why = ""
-        self._left_bytes = MAX_STRANGER_BYTES if is_stranger else None
         self._descriptors: list[int] = []
-        self._lines: deque[bytes] = deque()
-        self._rest = b""
-
-    def fileno(self) -> int:
-        return self.socket.fileno()
-
-    def trust(self) -> None:
-        """Trusts the other end: all that it sends is read from now on."""
-        self._left_bytes = None
+        self._data = b""
 
     def send(self, kind: str, *, descriptors: tuple[int, ...] = (), **fields: Any) -> None:
-        """Sends; closes the connection if its buffer is full, because the other end does not read.
-
-        An error does not close the connection: earlier messages of the other end, and its end, can still be read.
-        """
+        """Sends; closes the connection if its buffer is full, because the other end does not read."""
         if self.closed:
             return
         line = encode(kind, **fields)
@@ -129,38 +97,32 @@ class Connection:
                 sent = self.socket.send(line, socket.MSG_NOSIGNAL)
         except BlockingIOError:
             sent = 0
-        except OSError:
+        except OSError:  # earlier messages of the other end, and its end, can still be read
             return
         if sent != len(line):
             self._close("it does not read what it is sent")
 
     def arriving(self) -> Iterator[Message]:
-        """The messages that have arrived, without waiting for more.
-
-        Each is decoded only when it is asked for: none comes after one that has closed the connection.
-        """
-        while not self.closed and (self._lines or self._read_lines()):
-            line = self._lines.popleft()
-            try:
-                message = decode(line)
-            except ProtocolError as error:
-                self._close(str(error))
+        """The messages that have arrived; none comes after one that has closed the connection."""
+        while not self.closed:
+            line, end, rest = self._data.partition(b"\n")
+            if len(line) > MAX_LINE_BYTES:
+                self._close(f"a message is longer than {MAX_LINE_BYTES} bytes")
+            elif end:
+                self._data = rest
+                try:
+                    message = decode(line)
+                except ProtocolError as error:
+                    return self._close(str(error))
+                yield message
+            elif not self._read():
                 return
-            yield message
 
     def take_descriptor(self) -> int:
         """The oldest received descriptor that was not taken; the caller closes it. ProtocolError if none has come."""
         if not self._descriptors:
             raise ProtocolError("a message came without its file descriptor: see `ulimit -n`")
         return self._descriptors.pop(0)
-
-    def await_arrival(self, until_s: float) -> None:
-        """Waits until the other end's system has all data sent over TCP, or until ``until_s`` on CLOCK_BOOTTIME.
-
-        A socket that is closed with unread data drops its data under way.
-        """
-        while not self.closed and _unacknowledged_bytes(self.socket) and clock_s() < until_s:
-            time.sleep(_ARRIVAL_LOOK_S)
 
     def close(self) -> None:
         """Closes the socket and the received file descriptors."""
@@ -171,45 +133,26 @@ class Connection:
 
     def _close(self, why: str) -> None:
         self.closed, self.why = True, why
-        self._lines.clear()
 
-    def _read_lines(self) -> bool:
-        """Reads until there is a whole line; False if none has arrived."""
-        while not self.closed and not self._lines:
-            try:
-                data = self._read()
-            except BlockingIOError:
-                return False
-            except OSError as error:
-                self._close(error.strerror or str(error))
-                return False
-            if not data:
-                self.closed = True
-                return False
-            if self._left_bytes is not None:
-                self._left_bytes -= len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            self._lines.extend(lines)
-            if len(self._rest) > MAX_LINE_BYTES:
-                self._close(f"a message is longer than {MAX_LINE_BYTES} bytes")
-        return bool(self._lines)
-
-    def _read(self) -> bytes:
-        if self._left_bytes == 0:
-            raise OSError(f"it has sent {MAX_STRANGER_BYTES} bytes, and has not introduced itself")
-        if self._left_bytes is not None:
-            return self.socket.recv(self._left_bytes)
-        if self.socket.family != socket.AF_UNIX:
-            return self.socket.recv(_CHUNK_BYTES)
-        data, descriptors, _, _ = socket.recv_fds(self.socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+    def _read(self) -> bool:
+        """Reads what has arrived; False if nothing has."""
+        descriptors: list[int] = []
+        try:
+            if self.socket.family == socket.AF_UNIX:
+                data, descriptors, _, _ = socket.recv_fds(self.socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+            else:
+                data = self.socket.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._close(error.strerror or str(error))
+            return False
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         self._descriptors += descriptors
-        return data
-
-
-def _unacknowledged_bytes(sock: socket.socket) -> int:
-    return int.from_bytes(fcntl.ioctl(sock, termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        self._data += data
+        self.closed |= not data
+        return bool(data)
 
 
 def accepted(listener: socket.socket) -> Iterator[socket.socket]:
@@ -219,9 +162,6 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
             sock, _ = listener.accept()
         except ConnectionError:  # it has disconnected
             continue
-        except BlockingIOError:
-            return
-        except OSError:  # no descriptor or memory is left; the listener stays readable: the caller's loop must not spin
-            time.sleep(_NOTHING_LEFT_S)
+        except OSError:  # nobody is there, or no descriptor is left
             return
         yield sock

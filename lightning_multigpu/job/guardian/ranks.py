@@ -1,29 +1,19 @@
-"""The ranks of a host, and failures that the states of their processes show."""
+"""The ranks of a host: failures that the states of their processes show, and their end after a failure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
-from lightning_multigpu.job.guardian.failure import Failure, host_name
-from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, ended_text
+from lightning_multigpu.job.guardian.blocking import print_text
+from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
+from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, ended_text
+from lightning_multigpu.job.guardian.workers import Workers
 
 _PARENT_REPORT_S = 1.0
-
-
-class Found(NamedTuple):
-    """A failure, and its time."""
-
-    failure: Failure
-    since_s: float
-
-
-class OwnError(NamedTuple):
-    """An exception of a rank: its class and step, the failure to report if not all ranks raise it, and the time."""
-
-    key: str
-    failure: Failure
-    since_s: float
+# The share of failure_timeout_s in which ranks may end themselves; the rest is for the kernel and the message.
+OWN_TIME = 0.9
+_HURRY_S = 1.0
+_PRINT_S = 5.0
 
 
 class WatchedRank:
@@ -31,35 +21,30 @@ class WatchedRank:
 
     Attributes:
         slot: the index of the rank's page in the shared memory.
-        introduced: the process itself has sent its rank; before, it is the one that the rank's parent has started.
         finished: True while the rank needs no other rank: it rests or has left.
-        at_end: True once the rank has reached the end of its run, and waits for the others.
-        joining_until_s: the time by which the rank has to join the others; None before and afterwards.
-        reported_exit_code: the exit status that the rank's parent has reported.
-        lost_since_s: the time at which the job has lost the rank and has gone on; None otherwise.
-        error: the exception with which it has reached the end of its run.
-        may_print: the rank has raised the job's failure, and asks to print it if its program does not catch it.
+        at_end: it has reached the end of its run, and waits for the others.
+        joining_until_s: the time by which it has to join the others; None before and afterwards.
+        reported_exit_code: the exit status that its parent has reported.
+        lost_since_s: the time at which the job has lost it and has gone on; None otherwise.
+        has_raised: its run has ended with the job's failure, which its program may catch.
         advice: the last line of the failure that it has asked to print; None before.
     """
 
-    def __init__(self, rank: int, process: WatchedProcess, slot: int, *, introduced: bool) -> None:
+    def __init__(self, rank: int, process: WatchedProcess, slot: int) -> None:
         self.rank = rank
         self.process = process
         self.slot = slot
-        self.introduced = introduced
-        self.finished = False
-        self.at_end = False
-        self.error: OwnError | None = None
+        self.workers = Workers(process.pid)
+        self.finished = self.at_end = self.has_left = self.can_be_lost = self.has_raised = False
         self.joining_until_s: float | None = None
         self.reported_exit_code: int | None = None
-        self.can_be_lost = self.has_left = self.may_print = False
         self.advice: str | None = None
         self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
 
-    def failure(self, what: str) -> Failure:
-        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid)
+    def failure(self, what: str, age_s: float = 0.0) -> Failure:
+        return Failure(what, rank=self.rank, host=host_name(), pid=self.process.pid, age_s=age_s)
 
 
 class Ranks:
@@ -82,56 +67,34 @@ class Ranks:
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def add(self, rank: int, pid: int, *, introduced: bool = True) -> WatchedRank:
-        """Watches the process ``pid`` as ``rank``; a process may connect again.
+    def add(self, rank: int, pid: int) -> WatchedRank:
+        """Watches the process ``pid`` as ``rank``; its parent may name it before it connects.
 
-        Before it has ``introduced`` itself, its parent names the process that it has started. That may be a wrapper,
-        whose child is the rank.
-
-        Raises:
-            ValueError: the rank belongs to another process, or is one too many.
-            ProcessLookupError: there is no such process.
+        Raises ValueError if the rank belongs to another process, or is one too many; ProcessLookupError without one.
         """
         known = self._ranks.get(rank)
-        if known is not None and not introduced:
-            return known
-        if known is not None and (known.introduced or known.process.pid == pid):
-            if known.process.pid != pid:
-                raise ValueError(
-                    f"rank {rank} is the process {known.process.pid} already, and {pid} says that it is rank {rank}; "
-                    "give each process a rank of its own"
-                )
-            known.introduced = True
-            known.finished = known.at_end = known.can_be_lost = known.has_left = False
-            known.lost_since_s = known.error = None
-            return known
+        if known is not None and known.process.pid != pid:
+            raise ValueError(
+                f"rank {rank} is the process {known.process.pid} already, and {pid} says that it is rank {rank}; "
+                "give each process a rank of its own"
+            )
         if known is None and len(self._ranks) >= self.num_ranks:
             raise ValueError(
                 f"rank {rank} (pid {pid}) is one too many: the guardian was started for {self.num_ranks} ranks and has "
                 f"{', '.join(map(str, sorted(self._ranks)))}; start it with num_ranks={self.num_ranks + 1}"
             )
-        slot = len(self._ranks) if known is None else known.slot
-        self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), slot, introduced=introduced)
-        return self._ranks[rank]
+        if known is None:
+            known = self._ranks[rank] = WatchedRank(rank, WatchedProcess(pid), len(self._ranks))
+        return known
 
     def begin(self, run: int) -> bool:
         """Begins a further run, to which all ranks have to come; False if it has begun already."""
         if run <= self.run:
             return False
         self.run = run
-        for rank in self._ranks.values():
+        for rank in self:
             rank.finished = rank.at_end = rank.can_be_lost = False
-            rank.error = None
         return True
-
-    @property
-    def resting(self) -> list[WatchedRank]:
-        """The ranks between two runs."""
-        return [
-            rank
-            for rank in self._ranks.values()
-            if rank.finished and not rank.has_left and rank.process.state() != ENDED
-        ]
 
     def get(self, rank: object) -> WatchedRank | None:
         """The rank, if it has connected."""
@@ -140,41 +103,30 @@ class Ranks:
     @property
     def at_work(self) -> list[WatchedRank]:
         """The ranks that have not finished."""
-        return [rank for rank in self._ranks.values() if not rank.finished]
+        return [rank for rank in self if not rank.finished]
 
     @property
-    def lost(self) -> list[WatchedRank]:
-        """The ranks that the job has lost, and goes on without."""
-        return [rank for rank in self._ranks.values() if rank.lost_since_s is not None]
+    def resting(self) -> list[WatchedRank]:
+        """The ranks between two runs."""
+        return [rank for rank in self if rank.finished and not rank.has_left and rank.process.state() != ENDED]
 
     @property
     def all_at_end(self) -> bool:
         """True once every rank of the host has reached the end of its run."""
-        return len(self._ranks) == self.num_ranks and all(rank.at_end for rank in self._ranks.values())
-
-    @property
-    def errors(self) -> list[OwnError]:
-        """The exceptions with which ranks have reached the end of their run; the first one first."""
-        return sorted((rank.error for rank in self._ranks.values() if rank.error), key=lambda each: each.since_s)
-
-    @property
-    def end_key(self) -> str | None:
-        """What all ranks of the host have reached the end with: one exception, or none (empty). None: they differ."""
-        keys = {"" if rank.error is None else rank.error.key for rank in self._ranks.values() if rank.at_end}
-        return keys.pop() if len(keys) == 1 else None
+        return len(self) == self.num_ranks and all(rank.at_end for rank in self)
 
     def restart_timers(self) -> None:
         """Restarts the time for which ranks have been stopped: this process was stopped too."""
-        for rank in self._ranks.values():
+        for rank in self:
             rank.stopped_since_s = None
 
-    def observe(self, now_s: float) -> Found | None:
+    def observe(self, now_s: float) -> Failure | None:
         """Looks at all processes; returns the failure that they show, if any, or of one that has not joined in time.
 
         If several have ended, one that a signal ended comes first: an exit status is more often a consequence.
         """
-        found: list[tuple[bool, Found]] = []
-        stopped: list[WatchedRank] = []
+        ended: list[tuple[bool, WatchedRank, int | None]] = []
+        stopped: list[tuple[WatchedRank, float]] = []
         for rank in self.at_work:
             state = rank.process.state()
             if state == ENDED:
@@ -183,29 +135,62 @@ class Ranks:
                 rank.ended_since_s = now_s if rank.ended_since_s is None else rank.ended_since_s
                 # Its parent's report of the exit status, and its own last message, may still be under way.
                 if exit_code or now_s - rank.ended_since_s > _PARENT_REPORT_S:
-                    by_signal = exit_code is not None and exit_code < 0
-                    has_joined = rank.introduced and rank.joining_until_s is None
-                    when = " in the middle of the run" if has_joined else " before it joined the run"
-                    what = ended_text(exit_code) + (when if exit_code == 0 else "")
-                    found.append((not by_signal, Found(rank.failure(what), now_s)))
-            elif state == STOPPED:
-                stopped.append(rank)
-                rank.stopped_since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
-            elif state == RUNNING:
-                rank.stopped_since_s = None
-        if found:
-            return min(found, key=lambda entry: entry[0])[1]
+                    ended.append((exit_code is None or exit_code >= 0, rank, exit_code))
+            rank.stopped_since_s = (rank.stopped_since_s or now_s) if state == STOPPED else None
+            if rank.stopped_since_s is not None:
+                stopped.append((rank, rank.stopped_since_s))
+        if ended:
+            _, rank, exit_code = min(ended, key=lambda each: each[0])
+            return rank.failure(ended_text(exit_code) + " before its run was over" * (exit_code == 0))
         for rank in self.at_work:
             if rank.joining_until_s is not None and now_s > rank.joining_until_s:
-                return Found(rank.failure("has not joined the others in time (join_timeout_s)"), now_s)
+                return rank.failure("has not joined the others in time (join_timeout_s)")
         if not self.others_wait and len(stopped) == len(self.at_work):
             self.restart_timers()  # the whole job is suspended, by Ctrl-Z for example: no rank waits
             return None
-        for rank in stopped:
-            since_s = now_s if rank.stopped_since_s is None else rank.stopped_since_s
+        for rank, since_s in stopped:
             if now_s - since_s > self.stopped_limit_s:
-                what = (
-                    f"has been stopped by a signal (SIGSTOP, SIGTSTP...) for {now_s - since_s:.1f} s while others wait"
-                )
-                return Found(rank.failure(what), since_s)
+                signals = "a signal (SIGSTOP, SIGTSTP...)"
+                what = f"has been stopped by {signals} for {now_s - since_s:.1f} s while others wait"
+                return rank.failure(what, now_s - since_s)
         return None
+
+
+class Shutdown:
+    """The last seconds of the ranks at work; ``waits`` are lines about collectives in which ranks waited."""
+
+    def __init__(self, failure: Failure, now_s: float, timeout_s: float, waits: list[str]) -> None:
+        self.failure, self.waits = failure, waits
+        self._kill_at_s = now_s - failure.age_s + OWN_TIME * timeout_s
+        self.is_printed = False
+
+    def hurry(self, now_s: float) -> None:
+        """Leaves ranks only the time to receive the message: the user has ended the job."""
+        self._kill_at_s = min(self._kill_at_s, now_s + _HURRY_S)
+
+    def is_late(self, now_s: float) -> bool:
+        """True once the time in which ranks may end themselves is over."""
+        return now_s >= self._kill_at_s
+
+    def progress(self, ranks: Ranks, now_s: float) -> bool:
+        """Kills ranks whose time is over; True once no rank is left.
+
+        A stopped rank cannot end itself: it is killed once only stopped ranks are left. The others end first, because a
+        terminal shows its prompt when the first rank has ended.
+        """
+        states = {rank: rank.process.state() for rank in ranks.at_work}
+        left = [rank for rank, state in states.items() if state != ENDED]
+        if self.is_late(now_s) or all(states[rank] == STOPPED for rank in left):
+            for rank in left:
+                rank.process.kill()
+        return not left
+
+    def print(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
+        """Prints the failure in the terminal, once, without the traceback if the failed rank has printed that."""
+        if self.is_printed:
+            return
+        self.is_printed = True
+        is_here = ranks.get(self.failure.rank) is not None
+        lines = [folded(self.failure.traceback).rstrip()] if is_here and not has_traceback else []
+        lines += [*closing_lines(self.failure, self.waits), advice]
+        print_text("".join(f"{line}\n" for line in lines if line), limit_s=_PRINT_S)

@@ -22,8 +22,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.proc import read_stat, refusal
-from lightning_multigpu.job.guardian.protocol import Connection, foreign, peer_of
+from lightning_multigpu.job.guardian.proc import refusal
+from lightning_multigpu.job.guardian.protocol import Connection, foreign
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
 
@@ -32,20 +32,13 @@ _BACKLOG = 256
 _POLL_S = 0.1
 # Variables that differ between jobs of a scheduler, or restarts of a job, at the same address and port.
 _JOB_VARIABLES = (
-    "TORCHELASTIC_RUN_ID",
-    "TORCHELASTIC_RESTART_COUNT",
-    "SLURM_JOB_ID",
-    "SLURM_STEP_ID",
-    "SLURM_RESTART_COUNT",
+    *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT")),
+    *(f"SLURM_{name}" for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT")),
 )
 
 
 class GuardianError(RuntimeError):
     """The guardian cannot be started, reached or trusted."""
-
-
-class AddressTakenError(GuardianError):
-    """Another process of this job has started its guardian."""
 
 
 class Guardian:
@@ -79,11 +72,10 @@ class Guardian:
             owner_stays: this process is no rank and gets the ranks' failure: the guardian stays until :meth:`stop`.
 
         Raises:
-            AddressTakenError: another process has started it at ``address``, and still runs.
-            GuardianError: there is no interpreter to run it with, it does not start, an earlier job's guardian does not
-                end, or a process of another user or container has taken the address.
+            GuardianError: it does not start, another guardian at ``address`` does not end, or a process of another user
+                or container has taken the address.
         """
-        is_found = address is not None
+        is_random = address is None
         # An abstract address is no file: the kernel removes it with the last socket.
         address = address or f"lightning-multigpu-guardian-{os.urandom(8).hex()}"
         with contextlib.ExitStack() as stack:
@@ -93,23 +85,15 @@ class Guardian:
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
-            settings: dict[str, object] = {
-                "num_ranks": num_ranks,
-                "failure_timeout_s": failure_timeout_s,
-                "owner_pid": os.getpid(),
-                "owner_stays": owner_stays,
-                "is_found": is_found,
-                "listener": listener.fileno(),
-                "owner_link": theirs.fileno(),
-                "pages": pages,
-                "hang_report_s": hang_report_s,
-            }
+            settings = {"num_ranks": num_ranks, "owner_pid": os.getpid(), "owner_stays": owner_stays}
+            limits = {"failure_timeout_s": failure_timeout_s, "hang_report_s": hang_report_s}
+            descriptors = {"listener": listener.fileno(), "owner_link": theirs.fileno(), "pages": pages}
             try:
-                pid = _run(settings, (listener.fileno(), theirs.fileno(), pages))
+                pid = _run({**settings, **limits, **descriptors}, tuple(descriptors.values()))
             except GuardianError:
                 own.close()
                 raise
-        if not is_found:
+        if is_random:
             os.environ[ADDRESS] = address
         return cls(pid, address, own)
 
@@ -121,36 +105,29 @@ class Guardian:
         """Reports a child's exit status (``Popen.returncode``); kernels before 6.15 give it to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
-    def may_print(self) -> None:
-        """As :meth:`GuardianClient.may_print`."""
-        self._link.send("may print")
-
     def print_failure(self, advice: str) -> bool:
         """As :meth:`GuardianClient.print_failure`; returns when it has been printed."""
         self._link.send("print", advice=advice)
-        while not self._link.closed and select.select([self._link], [], [], _START_TIMEOUT_S)[0]:
+        while not self._link.closed and select.select([self._link.socket], [], [], _START_TIMEOUT_S)[0]:
             if any(message["kind"] == "printed" for message in self._link.arriving()):
                 return True
         return False
 
-    def stop(self) -> None:
+    def stop(self, *, is_caught: bool = False) -> None:
         """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected.
 
-        Ranks that are started from now on do not look for it.
+        ``is_caught``: this process has raised the ranks' failure, and does not ask to print it any more.
         """
-        self._link.send("stop")
-        self._close()
+        self._link.send("stop", is_caught=is_caught)
+        self._link.close()
+        if os.environ.get(ADDRESS) == self.address:
+            del os.environ[ADDRESS]
 
     def kill(self) -> None:
         """Kills it without a message: not all ranks could be started, and the started ones are being ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
-        self._close()
-
-    def _close(self) -> None:
-        self._link.close()
-        if os.environ.get(ADDRESS) == self.address:
-            del os.environ[ADDRESS]
+        self.stop()
 
 
 def _listening_at(address: str, patience_s: float) -> socket.socket:
@@ -166,21 +143,18 @@ def _listening_at(address: str, patience_s: float) -> socket.socket:
             listener.close()
             if error.errno != errno.EADDRINUSE:
                 raise
-        pid, why = _owner(address) or (0, "")
-        if why:
-            raise GuardianError(f"the guardian's address belongs to {why}; choose another MASTER_PORT")
-        taken = f"another guardian of this job is there already, at {address}"
-        if pid and (stat := read_stat(pid)) is not None and stat.state not in "ZX":
-            raise AddressTakenError(taken)
+        with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
+            sock.settimeout(1)
+            sock.connect("\0" + address)
+            if why := foreign(sock):
+                raise GuardianError(f"the guardian's address belongs to {why}; choose another MASTER_PORT")
         if time.monotonic() > until_s:
-            raise GuardianError(taken)
+            raise GuardianError(f"another guardian of this job is there already, at {address}")
         time.sleep(_POLL_S)
 
 
 def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
-    """Runs the interpreter; returns the guardian's pid once it has detached."""
-    if not sys.executable:
-        raise GuardianError("sys.executable is empty, and the guardian needs a Python interpreter; set sys.executable")
+    """Runs the guardian; returns its pid once it has left this process."""
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("__main__.py"))]
     try:
         started = subprocess.run(
@@ -195,9 +169,8 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
     except (OSError, subprocess.TimeoutExpired) as error:
         hint = refusal(error)
         raise GuardianError(f"the guardian does not start: {error}{hint and '; '}{hint}") from error
-    if started.returncode != 0 or not started.stdout.strip().isdigit():
-        why = started.stdout.strip() or f"{' '.join(command)} ended with {started.returncode}"
-        raise GuardianError(f"the guardian does not start: {why}")
+    if started.returncode != 0:
+        raise GuardianError(f"the guardian does not start: {' '.join(command)} ended with {started.returncode}")
     return int(started.stdout)
 
 
@@ -206,18 +179,8 @@ def address_of_job(
 ) -> str:
     """The address of a host's guardian; equal for the ranks of the job on one host, and only for them.
 
-    ``attempt`` is how often the processes have joined at the main address before. Of ``variables`` those count by which
-    torchrun and SLURM name the job and count its restarts.
+    ``attempt`` is how often the processes have joined at the main address before; ``variables`` the environment.
     """
     job = [variables.get(name, "") for name in _JOB_VARIABLES]
     parts = [str(os.getuid()), main_address, str(main_port), str(node_rank), str(attempt), *job]
     return f"lightning-multigpu-job-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}"
-
-
-def _owner(address: str) -> tuple[int, str] | None:
-    """The pid of the process that listens at an address, and why it is not of this job; None if no process answers."""
-    with socket.socket(socket.AF_UNIX) as sock, contextlib.suppress(OSError):
-        sock.settimeout(1)
-        sock.connect("\0" + address)
-        return peer_of(sock)[0], foreign(sock)
-    return None

@@ -15,40 +15,34 @@ from typing import Any
 from lightning_multigpu.job.guardian.blocking import print_text
 from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
-from lightning_multigpu.job.guardian.hang.hang_watch import KINDS, HangWatch
+from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.host_links import Hosts
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts, signal_of
-from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, clock_s, ended_text
+from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts
+from lightning_multigpu.job.guardian.proc import ENDED, WatchedProcess, clock_s, ended_text
 from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
-from lightning_multigpu.job.guardian.ranks import OwnError, Ranks, WatchedRank
-from lightning_multigpu.job.guardian.shutdown import OWN_TIME, Shutdown
-from lightning_multigpu.job.guardian.workers import Workers
+from lightning_multigpu.job.guardian.ranks import OWN_TIME, Ranks, Shutdown, WatchedRank
 
 _SHORTEST_PAUSE_S = 1.0
 _SHORTEST_ROUND_S = 0.05
-_TO_ASK_S = 2.0  # after the first rank that asks to print the failure, for the others
+_TO_ASK_S = 2.0  # after a rank that asks to print the failure, for the others
 
 
 class Watchdog:
-    """The guardian of one host, with the settings that :meth:`.Guardian.start` has sent."""
+    """The guardian of one host, with the settings of :meth:`.Guardian.start`."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self._is_found: bool = settings["is_found"]  # by ranks that it does not know yet
         self._timeout_s: float = settings["failure_timeout_s"]
-        self._directory: str | None = None
-        self._node_rank: int | None = None
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
         self._owner_stays: bool = settings["owner_stays"]  # it gets the ranks' failure, and stops this process
-        self._owner_gone = self._stopping = self._owner_may_print = False
-        self._owner_advice = ""
-        self._unanswered: list[Connection] = []  # that have asked to print the failure
-        self._asked_s = 0.0
+        self._owner_gone = self._stopping = self._is_caught_by_owner = False
+        self._owner_advice: str | None = None
+        self._asked_s: float | None = None  # the time at which a process has last asked to print the failure
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._shutdown: Shutdown | None = None
-        self._interrupts, self._workers = Interrupts(), Workers()
+        self._interrupts = Interrupts()
         self._hurries = self._released = self._looks_now = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=settings["listener"])
@@ -61,7 +55,7 @@ class Watchdog:
         self._hosts = Hosts(
             silence_s=self._timeout_s / 2, watch=self._watch, forget=self._forget, on_message=self._handle_host
         )
-        self._hang_watch = HangWatch(settings["hang_report_s"], self._ranks, self._pages, self._hosts, self._ask_ranks)
+        self._hang_watch = HangWatch(settings["hang_report_s"], self._ranks, self._pages, self._hosts)
 
     def run(self) -> None:
         """Watches until all ranks have finished, or until all have ended after a failure."""
@@ -79,7 +73,6 @@ class Watchdog:
         if now_s - self._now_s > max(_SHORTEST_PAUSE_S, 4 * self._tick_s):
             # This process and the ranks were stopped, or the machine asleep; they are resumed at other times.
             self._ranks.restart_timers()
-            self._workers.restart_timers()
             self._hosts.restart_timers(now_s)
             self._hang_watch.restart_timers(now_s)
         self._now_s = now_s
@@ -88,8 +81,8 @@ class Watchdog:
     def _serve(self) -> None:
         """Handles messages until the next look at the ranks: a tick later, or sooner if messages arrive.
 
-        It looks at once when a rank has ended, and when all have come to the end of the run. It does not for other
-        messages: strangers that connect one after another would make it look all the time.
+        It looks at once when a rank has ended, and when all have come to the end of the run. Not so for other messages:
+        strangers that connect one after another would make it look all the time.
         """
         since_s = clock_s()
         until_s = since_s + self._tick_s
@@ -110,108 +103,77 @@ class Watchdog:
                 self._read_rest()
             if not ended or not self._lost_have_ended():
                 return False
-            self._shutdown.write(self._file(), self._ranks)
             self._hosts.close()
             self._print_if_asked(self._shutdown)
             for rank in self._ranks.resting:  # it exits, and a thread of the program may keep it
-                if rank.advice is not None and self._now_s - self._asked_s > self._timeout_s:
+                if rank.advice is not None and self._now_s - (self._asked_s or 0.0) > self._timeout_s:
                     rank.process.kill()
             owner_may_ask = self._owner_stays and not self._stopping
-            return not (self._ranks.resting or owner_may_ask or self._awaits_late_ranks(self._shutdown))
+            # Without a guardian, ranks that have yet to connect would wait for long.
+            are_missing = len(self._ranks) < self._ranks.num_ranks and not self._shutdown.is_late(self._now_s)
+            return not (self._ranks.resting or owner_may_ask or are_missing)
         if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:
             return False
         self._read_rest()
         everybody_came = len(self._ranks) == self._ranks.num_ranks
         if not (everybody_came or self._owner_gone or self._stopping):
             return False
-        self._hosts.finish()
-        return self._hosts.all_done
+        return self._released or not self._hosts.connected()
 
     def _print_if_asked(self, shutdown: Shutdown) -> None:
         """Prints the failure when all ranks have asked for it or ended; those whose programs catch it get a moment."""
-        asked = sorted((rank.rank, rank.advice) for rank in self._ranks if rank.advice is not None)
+        asked = {rank.rank: rank.advice for rank in self._ranks if rank.advice is not None}
         may_ask = any(rank.advice is None for rank in self._ranks.resting)
-        if not self._unanswered or (may_ask and self._now_s - self._asked_s < _TO_ASK_S):
+        if self._asked_s is None or (may_ask and self._now_s - self._asked_s < _TO_ASK_S):
             return
         shutdown.print(
             self._ranks,
-            has_traceback=self._owner_may_print or any(rank == shutdown.failure.rank for rank, _ in asked),
-            advice=asked[0][1] if asked else self._owner_advice,
+            has_traceback=self._owner_advice is not None or shutdown.failure.rank in asked,
+            advice=asked[min(asked)] if asked else self._owner_advice or "",
         )
-        while self._unanswered:
-            self._unanswered.pop().send("printed")
-
-    def _ask(self, connection: Connection, advice: str) -> str:
-        """Notes that a process asks to print the failure; returns its last line."""
-        self._unanswered.append(connection)
-        self._asked_s, self._looks_now = self._now_s, True
-        return advice
+        for connection in (*self._connections, self._owner_link):
+            connection.send("printed")
 
     def _is_caught(self) -> bool:
-        """Whether a program has caught the failure's exception: no signal has kept it from asking to print it."""
-        processes = [rank.process for rank in self._ranks if rank.may_print] + [self._owner] * self._owner_may_print
-        return not self._hurries and any((process.exit_code() or 0) >= 0 for process in processes)
+        """Whether a program has caught the failure's exception: nothing has kept it from asking to print that."""
+        silent = [rank.process for rank in self._ranks if rank.has_raised and rank.advice is None]
+        caught_here = not self._owner_stays and any((process.exit_code() or 0) >= 0 for process in silent)
+        is_signal = self._shutdown is None or self._shutdown.failure.signal  # which Lightning catches
+        return not self._hurries and not is_signal and (caught_here or self._is_caught_by_owner)
 
     def _read_rest(self) -> None:
-        """Reads the last messages of ranks that have ended, which may have arrived since the last look."""
+        """Reads the last messages of ranks that have ended."""
         for connection in list(self._connections):
             self._read(connection)
 
-    def _awaits_late_ranks(self, shutdown: Shutdown) -> bool:
-        """True while ranks may still connect: without a guardian they would wait for long."""
-        return self._is_found and len(self._ranks) < self._ranks.num_ranks and not shutdown.is_late(self._now_s)
-
     def _observe(self) -> None:
         self._observe_interrupts()
-        self._ranks.others_wait = self._hosts.others_wait
-        # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
-        found = None
-        if self._shutdown is None:
-            resting = not self._ranks.at_work and bool(self._ranks.resting)
-            found = self._hosts.observe(self._now_s, resting=resting)
-        if self._shutdown is None and found is None:
-            found = self._ranks.observe(self._now_s)
-            if found is not None:
-                self._read_rest()
-                found = self._ranks.observe(self._now_s)
-        if found is not None:
-            self._fail(found.failure, found.since_s)
-        if self._shutdown is None:
-            self._observe_owner()
-        if self._shutdown is None:
-            self._observe_end()
-        if self._shutdown is None and (hang := self._hang_watch.observe(self._now_s)) is not None:
-            self._fail(hang.failure, hang.since_s)
+        self._ranks.others_wait = bool(self._hosts.connected())
+        if self._shutdown is None and (found := self._find()) is not None:
+            self._fail(found)
         pids = {rank.process.pid for rank in self._ranks}
         for rank in self._ranks.at_work:
-            self._workers.note(rank.process.pid, pids)
-            self._observe_workers(rank)
+            rank.workers.note(pids)
 
-    def _observe_workers(self, rank: WatchedRank) -> None:
-        """Finds a stopped worker: its rank waits for data or weights, and all others wait for the rank."""
-        if self._shutdown is not None or rank.process.state() == STOPPED:
-            self._workers.restart_timers()
-            return
-        found = self._workers.stopped(rank.process.pid, self._now_s)
-        if found is not None and self._now_s - found[1] > self._timeout_s / 2:
-            worker, since_s = found
-            what = f"waits for its {worker}, which a signal has stopped {self._now_s - since_s:.1f} s ago"
-            self._fail(rank.failure(what), since_s)
+    def _find(self) -> Failure | None:
+        """The job's failure, if there is one; else releases the ranks once all have reached the end of their run."""
+        # Messages that ranks sent before they ended count first, and so do failures that other hosts have found.
+        found = self._hosts.observe(self._now_s)
+        if found is None and self._ranks.observe(self._now_s) is not None:
+            self._read_rest()
+            found = self._ranks.observe(self._now_s)
+        found = found or self._owner_failure()
+        if found is None and self._shutdown is None:
+            self._observe_end()
+            found = self._hang_watch.observe(self._now_s)
+        return found
 
     def _observe_end(self) -> None:
         """Releases the ranks once all have reached the end: until then the failure of one fails all."""
-        key = self._ranks.end_key
-        if self._released:
-            return
-        if key is not None and self._ranks.all_at_end and self._hosts.come_to_end(key):
+        if not self._released and self._ranks.all_at_end and self._hosts.come_to_end():
             self._released = True
             for connection in self._connections:
                 connection.send("all at end")
-        elif self._ranks.errors:
-            first, ended = self._ranks.errors[0], [rank for rank in self._ranks if rank.error is not None]
-            is_late = self._now_s - first.since_s > self._timeout_s / 3
-            if is_late or key is None or self._hang_watch.waits_for(ended):
-                self._fail(first.failure, first.since_s)  # not all ranks raise it
 
     def _observe_interrupts(self) -> None:
         self._interrupts.show_first()
@@ -223,42 +185,37 @@ class Watchdog:
             for connection in self._connections:  # before the failure, which ranks would raise first
                 connection.send("end now", status=status)
             failure = Failure(f"a second {name} has ended the job at once", host=host_name())
-            self._fail(failure, self._now_s)
+            self._fail(failure)
             assert self._shutdown is not None
-            if signal_of(self._shutdown.failure.what) is not None:  # the first signal, which a rank has acted on alone
+            if self._shutdown.failure.signal:  # the first one, which a rank has acted on alone
                 self._shutdown.failure = failure
             self._shutdown.hurry(self._now_s)
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = {rank.process.pid for rank in self._ranks}
-        return not [rank for rank in ranks if not self._workers.end(rank.process.pid, pids)]
+        return not [rank for rank in ranks if not rank.workers.end(pids)]
 
     def _lost_have_ended(self) -> bool:
         """Kills lost ranks whose time is over, and ends their workers; a rank that has left ends itself."""
-        ended = [rank for rank in self._ranks.lost if rank.process.state() == ENDED]
-        left = [rank for rank in self._ranks.lost if rank not in ended and not rank.has_left]
+        lost = {rank: rank.lost_since_s for rank in self._ranks if rank.lost_since_s is not None}
+        ended = [rank for rank in lost if rank.process.state() == ENDED]
+        left = [rank for rank in lost if rank not in ended and not rank.has_left]
         for rank in left:
-            if self._now_s - (rank.lost_since_s or 0.0) > OWN_TIME * self._timeout_s:
+            if self._now_s - lost[rank] > OWN_TIME * self._timeout_s:
                 rank.process.kill()
         return self._workers_have_ended(ended) and not left
 
-    def _file(self) -> str | None:
-        """The path of this host's failure file; hosts may share the directory, so the names differ."""
-        if self._directory is None:
+    def _owner_failure(self) -> Failure | None:
+        if self._owner_gone or self._owner.state() != ENDED:
             return None
-        node = "" if self._node_rank is None else f"-node{self._node_rank}"
-        return os.path.join(self._directory, f"failure-{host_name()}{node}.txt")
+        self._owner_gone, exit_code = True, self._owner.exit_code()
+        is_rank = any(rank.process.pid == self._owner.pid for rank in self._ranks)
+        if exit_code == 0 or is_rank or not self._ranks.at_work:
+            return None
+        what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
+        return Failure(what, host=host_name())
 
-    def _observe_owner(self) -> None:
-        if not self._owner_gone and self._owner.state() == ENDED:
-            self._owner_gone = True
-            exit_code = self._owner.exit_code()
-            is_rank = any(rank.process.pid == self._owner.pid for rank in self._ranks)
-            if exit_code != 0 and self._ranks.at_work and not is_rank:
-                what = f"the process {self._owner.pid}, which started the ranks, {ended_text(exit_code)}"
-                self._fail(Failure(what, host=host_name()), self._now_s)
-
-    def _fail(self, failure: Failure, since_s: float) -> None:
+    def _fail(self, failure: Failure) -> None:
         """Ends the job with a failure, if it is the first: later ones are its consequences."""
         if self._shutdown is not None:
             return
@@ -266,23 +223,17 @@ class Watchdog:
         if failed is not None and failure.step is None:
             failure = failure._replace(step=read_steps(self._pages, failed.slot))
         # Ctrl-C ends the job.
-        if failed is not None and failed.can_be_lost and signal_of(failure.what) != signal.SIGINT:
+        if failed is not None and failed.can_be_lost and failure.signal != signal.SIGINT:
             failed.finished = failed.at_end = True  # the job goes on without it
             failed.lost_since_s = self._now_s
             print_text(closing_lines(failure, [], goes_on=True)[0] + "\n")
             return
         # Before the failure is sent: ranks that receive it stop waiting.
-        waits = self._hang_watch.last_waits(failure.rank, self._now_s)
-        self._shutdown = Shutdown(failure, since_s, self._timeout_s)
-        self._shutdown.waits += waits
-        self._hosts.send_failure(failure, since_s)
-        self._hosts.send("waited", lines=waits)
-        for connection, rank in self._connections.items():
-            # The failed rank knows its failure; a stopped one receives it in case it is resumed.
-            if rank is not failed or rank.process.state() == STOPPED:
-                connection.send("failure", failure=failure.to_message())
-            elif rank.error is not None:
-                connection.send("alone")
+        waits = self._hang_watch.last_waits(failure.rank)
+        self._shutdown = Shutdown(failure, self._now_s, self._timeout_s, waits)
+        self._hosts.send("failure", failure=failure.to_message())
+        for connection in self._connections:
+            connection.send("failure", failure=failure.to_message())
 
     def _begin(self, run: int, failure_timeout_s: float, hang_report_s: float | None) -> None:
         """Begins a further run, if it is one, with the limits of the first rank that comes."""
@@ -297,19 +248,12 @@ class Watchdog:
         self._hosts.begin(run, self._now_s)
 
     def _handle_host(self, host: Hashable, message: Message) -> None:
-        """Handles a message of another host's guardian that is not about the connection itself."""
-        if message["kind"] in KINDS:
-            self._hang_watch.handle(host, message, self._now_s)
+        if message["kind"] == "views":
+            self._hang_watch.receive(host, message, self._now_s)
         elif message["kind"] == "begin":
             self._begin(int(message["run"]), self._timeout_s, self._hang_watch.limit_s)
-        elif message["kind"] == "waited" and self._shutdown is not None:
-            self._shutdown.waits += message["lines"]
 
     # Connections
-
-    def _ask_ranks(self, look: int) -> None:
-        for connection in self._connections:
-            connection.send("look", number=look)
 
     def _watch(self, sock: socket.socket, read: Callable[[], None]) -> None:
         self._selector.register(sock, selectors.EVENT_READ, read)
@@ -347,43 +291,27 @@ class Watchdog:
     def _welcome(self, connection: Connection, message: Message) -> None:
         number = int(message["rank"])
         try:
-            rank = self._add(number, peer_of(connection.socket)[0], introduced=True)
+            rank = self._add(number, peer_of(connection.socket)[0])
         except ProcessLookupError:
             connection.closed = True
             return
         except ValueError as error:
             if len(self._ranks) < self._ranks.num_ranks:  # a missing rank has sent a wrong number
-                self._fail(Failure(str(error), host=host_name()), self._now_s)
+                self._fail(Failure(str(error), host=host_name()))
             raise
         self._connections[connection] = rank
-        connection.send(
-            "welcome",
-            descriptors=(self._pages_descriptor,),
-            pid=os.getpid(),
-            slot=rank.slot,
-            num_slots=self._ranks.num_ranks,
-            failure_timeout_s=self._timeout_s,
-        )
+        settings = {"num_slots": self._ranks.num_ranks, "failure_timeout_s": self._timeout_s}
+        connection.send("welcome", descriptors=(self._pages_descriptor,), pid=os.getpid(), slot=rank.slot, **settings)
         if self._shutdown is not None:
             connection.send("failure", failure=self._shutdown.failure.to_message())
 
-    def _add(self, number: int, pid: int, *, introduced: bool) -> WatchedRank:
-        known = self._ranks.get(number)
-        before = None if known is None else known.process
-        rank = self._ranks.add(number, pid, introduced=introduced)
-        if rank.process is before:
-            return rank
-        if before is not None:  # the rank's wrapper
-            if before.pidfd is not None:
-                self._forget(before.pidfd)
-            before.close()
-        if rank.process.pidfd is not None:
-            descriptor = rank.process.pidfd
+    def _add(self, number: int, pid: int) -> WatchedRank:
+        num_known, rank = len(self._ranks), self._ranks.add(number, pid)
+        if len(self._ranks) > num_known and (descriptor := rank.process.pidfd) is not None:
             self._selector.register(descriptor, selectors.EVENT_READ, lambda: self._see_end(descriptor))
         return rank
 
-    def _see_end(self, descriptor: int) -> None:
-        """Makes the loop look at an ended rank at once, before a launcher ends the others."""
+    def _see_end(self, descriptor: int) -> None:  # at once, before a launcher ends the others
         self._forget(descriptor)
         self._looks_now = True
 
@@ -393,6 +321,7 @@ class Watchdog:
             self._begin(message["run"], message["failure_timeout_s"], message["hang_report_s"])
         elif kind in ("rest", "leave"):
             rank.has_left = kind == "leave"
+            rank.has_raised |= kind == "rest" and self._shutdown is not None
             # Others may have begun a further run: then this one has to come, or its end is a failure.
             if self._shutdown is not None or message["run"] == self._ranks.run:
                 rank.finished = rank.at_end = True
@@ -401,66 +330,44 @@ class Watchdog:
         elif kind == "at end":
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end
-        elif kind == "error":
-            rank.at_end = True
-            rank.error = OwnError(message["key"], Failure.from_message(message["failure"]), self._now_s)
-            self._looks_now = True
         elif kind == "joining":
-            rank.joining_until_s = self._now_s + message["limit_s"]
-        elif kind == "joined":
-            rank.joining_until_s = None
+            limit_s = message["limit_s"]
+            rank.joining_until_s = None if limit_s is None else self._now_s + limit_s
         elif kind == "can be lost":
             rank.can_be_lost = True
-        elif kind == "directory":
-            self._directory, self._node_rank = message["directory"], message["node_rank"]
         elif kind == "counts interrupts":
             self._interrupts.counts = True
         elif kind == "signalled":
             self._interrupts.reported(message["number"], message["status"])
         elif kind == "failed":
-            self._fail(Failure.from_message(message["failure"]), self._now_s - message["age_s"])
-            connection.send("seen")
-        elif kind == "may print":
-            rank.may_print = True
+            self._fail(Failure(**message["failure"]))
         elif kind == "print":
-            rank.advice, rank.finished = self._ask(connection, message["advice"]), True
-        elif kind in ("listen", "join"):
-            self._meet_hosts(connection, message)
-
-    def _meet_hosts(self, connection: Connection, message: Message) -> None:
-        sock, secret = socket.socket(fileno=connection.take_descriptor()), message["secret"]
-        if message["kind"] == "listen":
+            rank.advice, rank.finished = message["advice"], True
+            self._asked_s, self._looks_now = self._now_s, True
+        elif kind == "listen":
+            sock, secret = socket.socket(fileno=connection.take_descriptor()), message["secret"]
             self._hosts.listen(sock, num_nodes=message["num_nodes"], secret=secret, now_s=self._now_s)
-        else:
-            self._hosts.join(
-                sock,
-                node_rank=message["node_rank"],
-                secret=secret,
-                now_s=self._now_s,
-                on_met=lambda: connection.send("met"),
-            )
+        elif kind == "join":
+            sock, host = socket.socket(fileno=connection.take_descriptor()), message["host"]
+            self._hosts.join(sock, node_rank=message["node_rank"], host=host, now_s=self._now_s)
 
     def _read_owner(self) -> None:
         for message in self._owner_link.arriving():
             kind = message["kind"]
             if kind == "started":
+                number, pid = message["rank"], message["pid"]
                 try:
-                    self._add(message["rank"], message["pid"], introduced=False)
+                    self._add(number, pid)
                 except ProcessLookupError:
-                    what = "ended before it could be watched"
-                    self._fail(Failure(what, message["rank"], host_name(), message["pid"]), self._now_s)
-                except OSError:  # no descriptor or memory is left: it is watched once it connects
-                    continue
-                except ValueError as error:  # another process has sent a wrong number
-                    self._fail(Failure(str(error), host=host_name()), self._now_s)
+                    self._fail(Failure("ended before it could be watched", number, host_name(), pid))
+                except (OSError, ValueError) as error:  # another process has sent a wrong number
+                    self._fail(Failure(str(error), host=host_name()))
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
-            elif kind == "may print":
-                self._owner_may_print = True
             elif kind == "print":
-                self._owner_advice = self._ask(self._owner_link, message["advice"])
+                self._owner_advice, self._asked_s, self._looks_now = message["advice"], self._now_s, True
             elif kind == "stop":
-                self._stopping = True
+                self._stopping, self._is_caught_by_owner = True, message["is_caught"]
         if self._owner_link.closed:
             self._stopping |= self._owner_stays
             self._forget(self._owner_link.socket)

@@ -10,11 +10,16 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import EndOfRun, SubprocessScriptLauncher, set_num_threads_if_needed
+from lightning_multigpu._lightning_internals import (
+    EndOfRun,
+    SubprocessScriptLauncher,
+    given_checkpoint,
+    set_num_threads_if_needed,
+)
 from lightning_multigpu.job.guardian import Guardian
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
 from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
@@ -45,7 +50,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         if trainer is not None:
             self._check(trainer)
-            args = self._joining.resume(function, args, trainer)
+            self._joining.resumes = given_checkpoint(function, args) is not None
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         watch = self._joining.watch
         guardian: Guardian | None = None
@@ -69,8 +74,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             raise
         except Exception as error:
             print_if_uncaught(error, watch.report(self._run, trainer))
-            if watch.client is not None and watch.prints_failure(self._run):
-                watch.client.may_print()
             raise
 
     def _check_started(self) -> None:
@@ -87,8 +90,20 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
+        environment = self.cluster_environment
         try:
-            self._start_processes()
+            if not are_waiting():
+                self._call_children_scripts()
+                return
+            os.environ.update(
+                MASTER_ADDR=environment.main_address,
+                MASTER_PORT=str(environment.main_port),
+                NODE_RANK=str(environment.node_rank()),
+                LOCAL_RANK=str(environment.local_rank()),
+                WORLD_SIZE=str(self.num_processes * self.num_nodes),
+            )
+            for local_rank in range(1, self.num_processes):
+                self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
         except BaseException as error:
             guardian.kill()
             for process in self.procs:
@@ -97,21 +112,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             note_refusal(error, f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start")
             raise
 
-    def _start_processes(self) -> None:
-        if not are_waiting():
-            self._call_children_scripts()
-            return
-        environment = self.cluster_environment
-        os.environ.update(
-            MASTER_ADDR=environment.main_address,
-            MASTER_PORT=str(environment.main_port),
-            NODE_RANK=str(environment.node_rank()),
-            LOCAL_RANK=str(environment.local_rank()),
-            WORLD_SIZE=str(self.num_processes * self.num_nodes),
-        )
-        for local_rank in range(1, self.num_processes):
-            self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
-
     @override
     def kill(self, signum: signal.Signals | int) -> None:
         """Signals the other ranks of this host.
@@ -119,13 +119,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
         After a Ctrl-C they have time to end in order before SIGKILL. All ranks act on SIGTERM at the same batch: they
         would take another one for the user's second, which ends them at once.
         """
-        signals = self._joining.watch.signals
-        if signum == signal.SIGTERM and signals.has_agreed(signal.SIGTERM):
+        if signum == signal.SIGTERM and self._joining.watch.signals.agreed_on(SIGTERMException()):
             return
         until_s = time.monotonic() + self._run.failure_timeout_s
         for child in self.procs if signum == signal.SIGKILL else ():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, until_s - time.monotonic()))
         super().kill(signum)
-        if signum == signal.SIGKILL and signals.late:  # Lightning ends this process with exit status 1 otherwise
-            raise SystemExit(INTERRUPTED_STATUS)

@@ -9,11 +9,9 @@ import pickle
 import signal
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, wait
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from lightning.fabric.utilities import move_data_to_device
@@ -28,6 +26,7 @@ from lightning_multigpu._lightning_internals import (
     check_cuda_fork,
     check_main_guard,
     disable_module_memory_sharing,
+    given_checkpoint,
     interrupt,
     set_num_threads_if_needed,
 )
@@ -74,51 +73,35 @@ class SpawnLauncher(MultiProcessingLauncher):
         super().__init__(strategy, start_method=start_method)
         self.run = run
         self.joining = joining
-        self._check_trainer = check
+        self._check = check
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        self._check(trainer)
+        spawns, fits = self._start_method == "spawn", trainer is not None and trainer.state.fn == TrainerFn.FITTING
+        (check_main_guard if spawns else check_cuda_fork)()
         if trainer is not None:
-            args = self.joining.resume(function, args, trainer)
-        states = GlobalStateSnapshot.capture() if self._start_method == "spawn" else None
-        _ = self.run.environment.main_port  # chosen now, for the copies that the ranks get
-        result = self._run_ranks(_Task(self, trainer, function, args, kwargs, states))
-        if trainer is not None:
-            self._already_fit |= trainer.state.fn == TrainerFn.FITTING
-            self._take_over(result, trainer)
-        return result.returned
-
-    def _check(self, trainer: pl.Trainer | None) -> None:
-        if self._start_method == "spawn":
-            check_main_guard()
-        else:
-            check_cuda_fork()
-        if trainer is not None:
-            self._check_trainer(trainer)
-        if self._already_fit and trainer is not None and trainer.state.fn == TrainerFn.FITTING:
+            self._check(trainer)
+            self.joining.resumes = given_checkpoint(function, args) is not None
+        if self._already_fit and fits:
             raise NotImplementedError(
                 "This Trainer has run fit() in spawned processes already, and their state is lost; make a new Trainer, "
                 "and pass fit(ckpt_path=...) to go on where the first one ended"
             )
+        states = GlobalStateSnapshot.capture() if spawns else None
+        _ = self.run.environment.main_port  # chosen now, for the copies that the ranks get
+        returned, extra = self._run_ranks(partial(self.run_rank, trainer, function, args, kwargs, states))
+        self._already_fit |= fits
+        if trainer is not None:
+            self.update_main_process_results(trainer, extra)
+        return returned
 
-    def _run_ranks(self, task: _Task) -> _Result:
+    def _run_ranks(self, task: Callable[[int, Connection, str], None]) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         limit_later_exit(None)
         guardian = start_guardian(self.run, owner_stays=True)
         ranks: _Ranks | None = None
         try:
-            try:
-                ranks = _Ranks(self.run, self._start_method, task, guardian)
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                if self._start_method == "fork":
-                    raise
-                name: str | None = getattr(self._strategy, "name_with_spawn", None)
-                popen = "start_method='popen'" if name is None else repr(name.removesuffix("_spawn"))
-                raise ValueError(
-                    f"new processes get copies of the Trainer, the module and the data, and cannot here: {error}. "
-                    f"Define functions and classes at the top of a module, or use {popen}, which runs the script again"
-                ) from error
+            ranks = _Ranks(self.run, self._start_method, task, guardian)
             self.procs = ranks.processes
             ranks.await_end()
             result = ranks.result()
@@ -130,113 +113,53 @@ class SpawnLauncher(MultiProcessingLauncher):
                 if isinstance(error, KeyboardInterrupt) and ranks is not None:
                     ranks.interrupt()
                 elif ranks is not None:
-                    ranks.end()
+                    ranks.end(signal.SIGTERM, signal.SIGKILL)
             finally:
                 if not is_reported(error):
                     guardian.stop()
             raise
         finally:
-            # They end so at a second Ctrl-C, or at the first one in a deadlock.
+            # They end so at a second Ctrl-C.
             if ranks is not None and any(each.exitcode == INTERRUPTED_STATUS for each in ranks.processes):
                 os._exit(INTERRUPTED_STATUS)
         guardian.stop()
         return result
 
-    def _take_over(self, result: _Result, trainer: pl.Trainer) -> None:
-        if result.weights is not None:
-            # The module of rank 0 may have got other parts.
-            trainer.lightning_module.load_state_dict(result.weights, strict=False)
-        callback: Any = trainer.checkpoint_callback
-        if hasattr(callback, "best_model_path"):
-            callback.best_model_path = result.best_model_path
-        trainer.state = result.state
-        if result.progress is not None:  # global_step, current_epoch
-            trainer.fit_loop.load_state_dict(result.progress)
-        for number, results in result.of_callbacks.items():
-            vars(trainer.callbacks[number]).update(results)  # type: ignore[attr-defined]
-        self.update_main_process_results(trainer, result.extra)
-
-    def collect(self, trainer: pl.Trainer, returned: Any) -> _Result:
-        """In a rank: the results for the process that has started it."""
-        weights = trainer.lightning_module.state_dict()  # on all ranks: metrics synchronise
-        return _Result(
-            returned,
-            weights if trainer.state.fn == TrainerFn.FITTING else None,
-            str(getattr(trainer.checkpoint_callback, "best_model_path", "")),
-            trainer.state,
-            trainer.fit_loop.state_dict() if trainer.state.fn == TrainerFn.FITTING else None,
-            {
-                number: callback.results()
-                for number, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
-                if hasattr(callback, "results")
-            },
-            self.get_extra_results(trainer),
-        )
-
-
-class _Result(NamedTuple):
-    """The answer of the first rank to the process that has started it."""
-
-    returned: Any
-    weights: Mapping[str, Any] | None = None
-    best_model_path: str = ""
-    state: Any = None
-    progress: Any = None
-    of_callbacks: Mapping[int, Mapping[str, Any]] = MappingProxyType({})
-    extra: Any = None
-
-
-class _Failed(NamedTuple):
-    """The answer of a rank whose run has failed.
-
-    ``in_full``: the failure is this rank's own. ``is_common_error``: all ranks have raised it. ``checkpoint`` is the
-    file to resume from. ``pickled`` is empty if the exception is about another rank's failure, or cannot be pickled.
-    """
-
-    failure: Failure
-    in_full: bool = False
-    is_common_error: bool = False
-    checkpoint: str | None = None
-    pickled: bytes = b""
-
-
-@dataclass(frozen=True)
-class _Task:
-    """The work of each spawned process. It answers with a result or a failure's message over its own pipe."""
-
-    launcher: SpawnLauncher
-    trainer: pl.Trainer | None
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    states: GlobalStateSnapshot | None
-
-    def __call__(self, local_rank: int, answers: Connection, address: str) -> None:
-        run, joining = self.launcher.run, self.launcher.joining
-        watch = joining.watch
-        args, kwargs = self.args, self.kwargs
-        if self.states is not None:
-            self.states.restore()
+    def run_rank(
+        self,
+        trainer: pl.Trainer | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        states: GlobalStateSnapshot | None,
+        local_rank: int,
+        answers: Connection,
+        address: str,
+    ) -> None:
+        """The work of each process. It answers with a result, or a failure's message, over its own pipe."""
+        run, joining, watch = self.run, self.joining, self.joining.watch
+        if states is not None:
+            states.restore()
             if run.device_type == "cpu":
                 args, kwargs = disable_module_memory_sharing((args, kwargs))
         set_num_threads_if_needed(num_processes=run.ranks_per_host)
         os.environ["LOCAL_RANK"] = str(local_rank)
         try:
             joining.begin(run, address=address)
-            returned = watch.guarded(self.function, args, kwargs, run=run, trainer=self.trainer)
-            result = _Result(returned) if self.trainer is None else self.launcher.collect(self.trainer, returned)
+            returned = watch.guarded(function, args, kwargs, run=run, trainer=trainer)
+            result = _Result(returned, None if trainer is None else self.get_extra_results(trainer))
             answer = pickle.dumps(move_data_to_device(result, "cpu") if local_rank == 0 else None)
         except (KeyboardInterrupt, SIGTERMException) as error:
             # Lightning handles them in the first process only, which lacks the trained weights.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            if self.trainer is not None:
-                interrupt(self.trainer, error)
-                self.trainer._teardown()
+            if trainer is not None:
+                interrupt(trainer, error)
+                trainer._teardown()
             watch.stop()
             if isinstance(error, SIGTERMException):
                 raise SystemExit(SIGTERM_STATUS) from None
             answers.send_bytes(pickle.dumps(_INTERRUPTED))
-            raise SystemExit(INTERRUPTED_STATUS if watch.signals.late else 1) from None
+            raise SystemExit(1) from None
         except SystemExit:
             watch.stop()
             raise
@@ -247,45 +170,80 @@ class _Task:
             if watch.failure is None:  # it has not joined
                 note_refusal(error, f"rank {run.rank}")
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
-            report = watch.report(run, self.trainer)
+            report = watch.report(run, trainer)
             if watch.is_lost:  # the process that has started the ranks goes on
                 report.print(error)
                 raise SystemExit(1) from None
-            pickled = b""
-            with contextlib.suppress(Exception):
-                pickled = pickle.dumps(error) if watch.failure.pid == os.getpid() else b""
             checkpoint = None if report.checkpoint is None else report.checkpoint()
-            failed = _Failed(watch.failure, report.in_full, watch.is_common_error, checkpoint, pickled)
-            answers.send_bytes(pickle.dumps(failed))
+            answers.send_bytes(pickle.dumps(_Failed(watch.failure, report.in_full, checkpoint)))
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
+    @override
+    def get_extra_results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """In a rank: the results for the process that has started it."""
+        fits = trainer.state.fn == TrainerFn.FITTING
+        weights = trainer.lightning_module.state_dict()  # on all ranks: metrics synchronise
+        return {
+            **super().get_extra_results(trainer),
+            "state": trainer.state,
+            "weights": weights if fits else None,
+            "progress": trainer.fit_loop.state_dict() if fits else None,  # global_step, current_epoch
+            "best": str(getattr(trainer.checkpoint_callback, "best_model_path", "")),
+            "of callbacks": {
+                number: callback.results()
+                for number, callback in enumerate(trainer.callbacks)  # type: ignore[attr-defined]
+                if hasattr(callback, "results")
+            },
+        }
 
-def _exception_of(failed: _Failed) -> Exception:
-    """The exception of a rank, of its own class; if it cannot be unpickled, that of :meth:`Failure.exception`."""
-    with contextlib.suppress(Exception):  # as where its class takes other arguments than its args
-        error = pickle.loads(failed.pickled)
-        if isinstance(error, Exception):
-            error.add_note(failed.failure.note())
-            return error
-    return failed.failure.exception()
+    @override
+    def update_main_process_results(self, trainer: pl.Trainer, extra: dict[str, Any]) -> None:
+        super().update_main_process_results(trainer, extra)
+        trainer.state = extra["state"]
+        if extra["weights"] is not None:
+            # The module of rank 0 may have got other parts.
+            trainer.lightning_module.load_state_dict(extra["weights"], strict=False)
+            trainer.fit_loop.load_state_dict(extra["progress"])
+        callback: Any = trainer.checkpoint_callback
+        if hasattr(callback, "best_model_path"):
+            callback.best_model_path = extra["best"]
+        for number, results in extra["of callbacks"].items():
+            vars(trainer.callbacks[number]).update(results)  # type: ignore[attr-defined]
+
+
+class _Result(NamedTuple):
+    """The answer of the first rank to the process that has started it."""
+
+    returned: Any
+    extra: Any
+
+
+class _Failed(NamedTuple):
+    """The answer of a rank whose run has failed.
+
+    ``in_full``: the failure is this rank's own. ``checkpoint`` is the file to resume from.
+    """
+
+    failure: Failure
+    in_full: bool = False
+    checkpoint: str | None = None
 
 
 class _Ranks:
     """The processes, each with a pipe of its own, so that a killed process cannot damage another one's answer."""
 
-    def __init__(self, run: RunContext, start_method: str, task: _Task, guardian: Guardian) -> None:
+    def __init__(self, run: RunContext, start_method: str, task: Callable[..., None], guardian: Guardian) -> None:
         self._timeout_s = run.failure_timeout_s
         self._guardian = guardian
         self._first_rank = run.node_rank * run.ranks_per_host
-        self._pipes: list[Connection] = []
+        self._pipes: dict[int, Connection] = {}
         self._answers: dict[int, Any] = {}
         self.processes: list[Any] = []
         context: Any = multiprocessing.get_context(start_method)
         try:
             for local_rank in range(run.ranks_per_host):
-                reader, writer = context.Pipe(duplex=False)
-                self._pipes.append(reader)
+                self._pipes[local_rank], writer = context.Pipe(duplex=False)
                 with writer:
                     arguments = local_rank, writer, guardian.address
                     process = context.Process(target=task, args=arguments, name=f"rank-{local_rank}")
@@ -294,8 +252,7 @@ class _Ranks:
                 guardian.started(self._first_rank + local_rank, process.pid)
         except BaseException as error:
             guardian.kill()
-            self._signal(signal.SIGKILL)
-            self._join(self._timeout_s)
+            self.end(signal.SIGKILL)
             note_refusal(error, f"rank {len(self.processes)} of {run.ranks_per_host} on this host cannot start")
             raise
 
@@ -303,14 +260,15 @@ class _Ranks:
         """Reads answers until all processes have ended; after a failure their guardian ends them."""
         left = dict(enumerate(self.processes))
         while left:
-            watched = [process.sentinel for process in left.values()]
-            wait([*watched, *(self._pipes[i] for i in left if not self._pipes[i].closed)])
+            wait([*(process.sentinel for process in left.values()), *self._pipes.values()])
             for index, process in list(left.items()):
-                has_ended = process.exitcode is not None  # checked before the pipe is read for the last time
-                self._read(index)
+                has_ended = process.exitcode is not None  # checked before the pipe is read
+                if index in self._pipes and (has_ended or self._pipes[index].poll()):
+                    with self._pipes.pop(index) as pipe, contextlib.suppress(EOFError, OSError):
+                        if pipe.poll():
+                            self._answers[index] = pickle.loads(pipe.recv_bytes())
                 if has_ended:
                     del left[index]
-                    self._pipes[index].close()
                     self._guardian.ended(self._first_rank + index, process.exitcode)
 
     def result(self) -> _Result:
@@ -333,14 +291,12 @@ class _Ranks:
             failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
             failed = [_Failed(failure)]
         first = min(failed, key=lambda each: not each.in_full)
-        error = _exception_of(first)
-        print_failure = None if first.is_common_error else self._guardian.print_failure
+        error = first.failure.exception()
         checkpoint = next((each.checkpoint for each in failed if each.checkpoint), None)
         limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, print_failure, lambda: checkpoint, limit)
+        report = FailureReport(first.failure, first.in_full, self._guardian.print_failure, lambda: checkpoint, limit)
         print_if_uncaught(error, report)
-        self._guardian.may_print()
-        weakref.finalize(report, self._guardian.stop)
+        weakref.finalize(report, self._guardian.stop, is_caught=True)
         raise error from None
 
     def interrupt(self) -> None:
@@ -352,25 +308,15 @@ class _Ranks:
         self._signal(signal.SIGINT)
         self.await_end()
 
-    def end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
+    def end(self, *numbers: signal.Signals) -> None:
+        """Sends the signals one after the other to those that have not ended in time."""
+        for number in numbers:
             self._signal(number)
-            self._join(self._timeout_s)
+            until_s = time.monotonic() + self._timeout_s
+            for process in self.processes:
+                process.join(max(0.0, until_s - time.monotonic()))
 
     def _signal(self, number: signal.Signals) -> None:
         for process in self.processes:
             if process.exitcode is None:
                 os.kill(process.pid, number)
-
-    def _join(self, timeout_s: float) -> None:
-        until_s = time.monotonic() + timeout_s
-        for process in self.processes:
-            process.join(max(0.0, until_s - time.monotonic()))
-
-    def _read(self, index: int) -> None:
-        pipe = self._pipes[index]
-        try:
-            while not pipe.closed and pipe.poll():
-                self._answers[index] = pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            pipe.close()

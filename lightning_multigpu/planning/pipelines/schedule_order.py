@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import inf
 from typing import Literal
 
 Kind = Literal["forward", "backward", "weight"]
@@ -27,7 +26,6 @@ ExecutedSchedule = Literal["gpipe", "breadth_first", "1f1b", "interleaved", "zer
 SCHEDULES: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 LOOPED_SCHEDULES: tuple[ScheduleName, ...] = ("interleaved", "zero_bubble")
 """The schedules with several stages on each rank."""
-_NO_TIME_S = 1e-12
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,9 @@ def step_time(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
-    cores: float = inf,
 ) -> float:
     """Seconds of a batch, forward and backward, without the optimizer; arguments as for :func:`work_times`."""
-    return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s, cores).values())
+    return max(end_s for _, end_s in work_times(orders, forward_s, backward_s, transfer_s).values())
 
 
 def work_times(
@@ -115,7 +112,6 @@ def work_times(
     forward_s: Sequence[float],
     backward_s: Sequence[float],
     transfer_s: Sequence[float],
-    cores: float = inf,
 ) -> dict[Work, tuple[float, float]]:
     """The start and end of every pass of a batch, in seconds from the start of the first pass.
 
@@ -126,36 +122,29 @@ def work_times(
         orders: the passes of each rank, see :func:`schedule_orders`.
         forward_s, backward_s: each stage's seconds for a micro-batch.
         transfer_s: seconds of one message between two neighbouring stages; one fewer than stages.
-        cores: with fewer than ranks, the passes that run at the same time share them equally; sending takes no core.
     """
-    parts = _pass_parts(orders, forward_s, backward_s, transfer_s)
-    last, now_s = len(forward_s) - 1, 0.0
-    waiting = [list(reversed(order)) for order in orders]
-    running: dict[int, tuple[Work, float, float]] = {}  # rank -> its pass, seconds of computing and of sending left
-    starts: dict[Work, float] = {}
+    apart = any(work.kind == "weight" for order in orders for work in order)
+    share, last = 0.5 if apart else 1.0, len(forward_s) - 1
+
+    def seconds(work: Work) -> float:
+        if work.kind == "forward":
+            return forward_s[work.stage] + (transfer_s[work.stage] if work.stage < last else 0.0)
+        if work.kind == "weight":
+            return backward_s[work.stage] * (1 - share)
+        return backward_s[work.stage] * share + (transfer_s[work.stage - 1] if work.stage > 0 else 0.0)
+
+    waiting, free_s = [list(reversed(order)) for order in orders], [0.0] * len(orders)
     times: dict[Work, tuple[float, float]] = {}
-    while True:
+    while any(waiting):
+        before = len(times)
         for rank, order in enumerate(waiting):
-            if rank not in running and order and ((needed := _needed(order[-1], last)) is None or needed in times):
+            while order and ((needed := _needed(order[-1], last)) is None or needed in times):
                 work = order.pop()
-                running[rank] = work, *parts[work.kind, work.stage]
-                starts[work] = now_s
-        if not running:
-            assert not any(waiting), "the orders wait for each other"
-            return times
-        computing = sum(compute_s > 0 for _, compute_s, _ in running.values())
-        speed = min(1.0, cores / computing) if computing else 1.0
-        next_s = min(compute_s / speed if compute_s > 0 else send_s for _, compute_s, send_s in running.values())
-        now_s += next_s
-        for rank, (work, compute_s, send_s) in list(running.items()):
-            if compute_s > 0:
-                left_s = compute_s - next_s * speed
-                running[rank] = work, left_s if left_s > _NO_TIME_S else 0.0, send_s
-            elif send_s - next_s > _NO_TIME_S:
-                running[rank] = work, 0.0, send_s - next_s
-            else:
-                times[work] = starts[work], now_s
-                del running[rank]
+                start_s = max(free_s[rank], 0.0 if needed is None else times[needed][1])
+                free_s[rank] = start_s + seconds(work)
+                times[work] = start_s, free_s[rank]
+        assert len(times) > before, "the orders wait for each other"
+    return times
 
 
 def _needed(work: Work, last: int) -> Work | None:
@@ -166,23 +155,6 @@ def _needed(work: Work, last: int) -> Work | None:
     if work.kind == "weight":
         return Work("backward", stage, micro_batch)
     return Work("backward", stage + 1, micro_batch) if stage < last else Work("forward", stage, micro_batch)
-
-
-def _pass_parts(
-    orders: Sequence[Sequence[Work]],
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    transfer_s: Sequence[float],
-) -> dict[tuple[Kind, int], tuple[float, float]]:
-    """(kind, stage) -> seconds of computing, and of sending the output."""
-    apart = any(work.kind == "weight" for order in orders for work in order)
-    share = 0.5 if apart else 1.0
-    found: dict[tuple[Kind, int], tuple[float, float]] = {}
-    for stage in range(len(forward_s)):
-        found["forward", stage] = forward_s[stage], transfer_s[stage] if stage < len(forward_s) - 1 else 0.0
-        found["backward", stage] = backward_s[stage] * share, transfer_s[stage - 1] if stage > 0 else 0.0
-        found["weight", stage] = backward_s[stage] * (1 - share), 0.0
-    return found
 
 
 def _all_forward_first(rank: int, num_ranks: int, stages_per_rank: int, num_micro_batches: int) -> list[Work]:

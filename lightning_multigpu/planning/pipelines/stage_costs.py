@@ -2,7 +2,7 @@
 
 The parts of a step are numbered as they run: part 0 is before the chain, part 1 + i is layer i, and part n + 1 is after
 the last of n layers. The first stage runs part 0, and the last stage part n + 1. The other stages run part 0 too,
-forward only and with placeholders, which takes less time.
+forward only and with placeholders, and messages travel between stages: neither is counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Literal
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds, cheapest_bounds, layers_text
 from lightning_multigpu.planning.pipelines.schedule_order import in_flight, schedule_orders, step_time
-from lightning_multigpu.planning.scaling.links import INSTANT, Link
 
 MeasuredBalance = Literal["time", "memory"]
 
@@ -47,11 +46,9 @@ class StageCosts:
     Args:
         parts: costs of the n + 2 parts of the step.
         layer_bytes: bytes of each layer's parameters, gradients and optimizer states.
-        link: the link between neighbouring ranks.
         schedule, num_ranks, stages_per_rank, num_micro_batches: as in training.
         end_bytes: bytes of parameters outside of the layers, with gradients and optimizer states, that only the first
             stage's rank holds, and that only the last stage's rank holds.
-        elsewhere_s: forward seconds of part 0 on the other stages; by default as on the first.
 
     Attributes:
         orders: the passes of each rank.
@@ -64,14 +61,12 @@ class StageCosts:
         self,
         parts: Sequence[PartCost],
         layer_bytes: Sequence[int],
-        link: Link = INSTANT,
         *,
         schedule: str,
         num_ranks: int,
         stages_per_rank: int,
         num_micro_batches: int,
         end_bytes: tuple[int, int] = (0, 0),
-        elsewhere_s: float | None = None,
     ) -> None:
         if len(parts) != len(layer_bytes) + 2:
             raise ValueError(f"{len(parts)} parts for {len(layer_bytes)} layers; pass {len(layer_bytes) + 2}")
@@ -80,7 +75,6 @@ class StageCosts:
         self.num_stages = num_ranks * stages_per_rank
         self.num_micro_batches = num_micro_batches
         self.parts = tuple(parts)
-        self._link = link
         self.orders = schedule_orders(schedule, num_ranks, stages_per_rank, num_micro_batches)
         self._in_flight = {stage: count for order in self.orders for stage, count in in_flight(order).items()}
         layers = self.parts[1:-1]
@@ -89,28 +83,23 @@ class StageCosts:
         self._saved = [0, *accumulate(part.saved_bytes for part in layers)]
         self._held = [0, *accumulate(layer_bytes)]
         self._end_bytes = end_bytes
-        self._elsewhere_s = self.parts[0].forward_s if elsewhere_s is None else elsewhere_s
 
     def forward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's forward pass in a stage with the layers ``[start, stop)``."""
-        after = self.parts[-1].forward_s if stop == self.num_layers else 0.0
-        before = self._elsewhere_s if start else self.parts[0].forward_s
-        return before + self._forward[stop] - self._forward[start] + after
+        return self._forward[stop] - self._forward[start] + self._at_ends("forward_s", start, stop)
 
     def backward_s(self, start: int, stop: int) -> float:
         """Seconds of a micro-batch's backward pass in a stage with the layers ``[start, stop)``."""
-        before = self.parts[0].backward_s if start == 0 else 0.0
-        after = self.parts[-1].backward_s if stop == self.num_layers else 0.0
-        return before + self._backward[stop] - self._backward[start] + after
+        return self._backward[stop] - self._backward[start] + self._at_ends("backward_s", start, stop)
 
-    def cut_s(self, cut: int) -> float:
-        """Seconds of the message before layer ``cut``, one way; a gradient takes as long as its activation."""
-        return self._link.seconds(self.parts[cut].output_bytes) if 0 < cut < self.num_layers else 0.0
+    def _at_ends(self, figure: str, start: int, stop: int) -> float:
+        """A figure of the parts before and after the layers, where the stage runs them."""
+        ends = ([] if start else [self.parts[0]]) + ([self.parts[-1]] if stop == self.num_layers else [])
+        return float(sum(getattr(part, figure) for part in ends))
 
     def time_s(self, stage: int, start: int, stop: int) -> float:
-        """Seconds of a micro-batch, forward and backward, with the output and the gradient that the stage sends."""
-        compute = self.forward_s(start, stop) + self.backward_s(start, stop)
-        return compute + self.cut_s(start) + self.cut_s(stop)
+        """Seconds of a micro-batch, forward and backward."""
+        return self.forward_s(start, stop) + self.backward_s(start, stop)
 
     def memory_bytes(self, stage: int, start: int, stop: int) -> int:
         """Bytes of the stage's layers, of the modules before or after them, and of the tensors saved for backward.
@@ -132,10 +121,8 @@ class StageCosts:
     def _saved_bytes(self, start: int, stop: int) -> int:
         """Bytes that a stage saves for one micro-batch."""
         saved = self._saved[stop] - self._saved[start]
-        received_bytes = max(0, self.parts[start].output_bytes - self.parts[1 + start].input_bytes)
-        saved += self.parts[0].saved_bytes if start == 0 else received_bytes
-        saved += self.parts[-1].saved_bytes if stop == self.num_layers else 0
-        return saved
+        received_bytes = max(0, self.parts[start].output_bytes - self.parts[1 + start].input_bytes) if start else 0
+        return saved + received_bytes + int(self._at_ends("saved_bytes", start, stop))
 
     def recomputed_bytes(self, start: int, stop: int) -> int:
         """Bytes saved in addition while one recomputed layer runs backward."""
@@ -146,17 +133,10 @@ class StageCosts:
         cost = self.time_s if balance == "time" else self.memory_bytes
         return cheapest_bounds(cost, self.num_layers, self.num_stages, num_ranks=self.num_ranks)
 
-    def pass_times(self, bounds: Bounds) -> tuple[list[float], list[float], list[float]]:
-        """Each stage's forward and backward seconds, and the seconds of messages, for a micro-batch."""
-        return (
-            [self.forward_s(*bound) for bound in bounds],
-            [self.backward_s(*bound) for bound in bounds],
-            [self.cut_s(stop) for _, stop in bounds[:-1]],
-        )
-
     def step_s(self, bounds: Bounds) -> float:
-        """Predicted seconds of a batch, forward and backward, without the optimizer."""
-        return step_time(self.orders, *self.pass_times(bounds))
+        """Predicted seconds of a batch, forward and backward, without messages and the optimizer."""
+        passes_s = [self.forward_s(*bound) for bound in bounds], [self.backward_s(*bound) for bound in bounds]
+        return step_time(self.orders, *passes_s, [0.0] * (len(bounds) - 1))
 
     def largest_bytes(self, bounds: Bounds) -> int:
         needed = [saved + recomputed for saved, recomputed in self.rank_activations_bytes(bounds)]
@@ -181,7 +161,6 @@ class StageCosts:
                 f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers_text(start, stop)}, "
                 f"forward {ms(self.forward_s(start, stop))}, "
                 f"backward {ms(self.backward_s(start, stop))}, "
-                f"transfer {ms(self.cut_s(start) + self.cut_s(stop))}, "
                 f"{size(self.memory_bytes(stage, start, stop))}"
             )
         return "\n".join(lines)

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
@@ -73,6 +73,14 @@ class HeldBytes:
             f"parameters {size(self.parameters_bytes)}, gradients {size(self.gradients_bytes)}, "
             f"optimizer {size(self.optimizer_bytes)}"
         )
+
+
+NOTHING = HeldBytes(0, 0, 0)
+
+
+def summed(several: Iterable[HeldBytes]) -> HeldBytes:
+    """The bytes of all, by kind."""
+    return HeldBytes(*(sum(kind) for kind in zip(*(vars(one).values() for one in [NOTHING, *several]), strict=True)))
 
 
 @dataclass(frozen=True)

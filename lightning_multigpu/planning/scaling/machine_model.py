@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import inf, log
@@ -97,6 +96,8 @@ class Machine:
         slowdown: ranks of a host that compute at once -> the time of a computation over its time alone.
         references: measured differences of strategies from their formulas.
         shares_cores: whether the hosts are emulated on one machine.
+        disturbed: by world, "2 x 1": the share of the processors, or GPUs, that other processes took during the
+            calibration.
         versions: of torch and of this package; empty for a preset.
     """
 
@@ -114,6 +115,7 @@ class Machine:
     references: Sequence[ReferenceCost] = ()
     codings: Sequence[Coding] = ()
     shares_cores: bool = False
+    disturbed: Mapping[str, float] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -133,12 +135,10 @@ class Machine:
         return self.devices * machines if self.device_type == "cpu" else inf
 
     def slowdown_of(self, crowd: int) -> float:
-        """The time of a computation with ``crowd`` ranks at once, over its time alone; 1 if that was not measured."""
+        """The time of a computation with ``crowd`` ranks at once, over its time alone, as for the nearest measured."""
         known = {1: 1.0, **self.slowdown}
-        if crowd in known:
-            return known[crowd]
         nearest = min(known, key=lambda count: abs(log(count / crowd)))
-        return known[nearest] * max(1.0, crowd / nearest)
+        return known[nearest]
 
     def all_reduce_s(self, world: World, size_bytes: float, operation: str = "all_reduce") -> float:
         """Seconds of an all-reduce of ``size_bytes``: measured, or by the formula, corrected by the nearest measured.
@@ -232,38 +232,8 @@ class Machine:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
-def from_json(text: str, path: str) -> Machine:
-    """The machine of a ``machine.json``.
-
-    Raises:
-        ValueError: it is no JSON of this schema; the message names the field.
-    """
-    try:
-        document = json.loads(text)
-        version = document.pop("schema_version")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{path} is no machine.json ({error}); write one with 'lightning-multigpu calibrate'"
-        ) from None
-    if version != SCHEMA_VERSION:
-        raise ValueError(
-            f"{path} has schema_version={version}, and this version reads {SCHEMA_VERSION}; calibrate again"
-        )
-    try:
-        document["inside"] = Link(**document["inside"])
-        document["between"] = document["between"] and Link(**document["between"])
-        document["slowdown"] = {int(crowd): factor for crowd, factor in document["slowdown"].items()}
-        document["collectives"] = [
-            MeasuredCollective(operation=each["operation"], world=World(*each["world"]), link=Link(**each["link"]))
-            for each in document["collectives"]
-        ]
-        document["references"] = [
-            ReferenceCost(**{**each, "world": World(*each["world"])}) for each in document["references"]
-        ]
-        document["codings"] = [Coding(**each) for each in document["codings"]]
-        return Machine(**document)
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{path}: {error}; calibrate again") from None
+QUIET = 0.05
+"""The share that other processes may take of a machine while it is measured; beyond, it is measured again."""
 
 
 def differences(machine: Machine, now: Mapping[str, str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
+from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 
@@ -17,8 +17,6 @@ class Phases:
         input_s: waiting for the next batch, and moving it to the device.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
         other_s: Lightning's loop and the module's hooks.
-        jitter: (third quartile - first quartile) / median of the steps of a rank.
-        spread: what measurements of the median step differ by, over it.
     """
 
     forward_s: float
@@ -27,8 +25,6 @@ class Phases:
     input_s: float = 0.0
     adding_s: float = 0.0
     other_s: float = 0.0
-    jitter: float = 0.0
-    spread: float = 0.0
 
     @property
     def step_s(self) -> float:
@@ -38,24 +34,18 @@ class Phases:
         times = {name: value * factor for name, value in asdict(self).items() if name.endswith("_s")}
         return replace(self, **times)
 
-    @classmethod
-    def mean(cls, several: Sequence[Phases]) -> Phases:
-        """The means of several ranks."""
-        count = len(several)
-        return cls(**{name: sum(getattr(one, name) for one in several) / count for name in asdict(several[0])})
-
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPart:
     """One rank's part of a model whose layers are split over ``num_ranks``.
 
     Attributes:
-        phases: crowd -> the step of the part, without collectives.
+        phases: the step of the part alone, without collectives.
         collectives: operation and bytes of each collective of a step.
     """
 
     num_ranks: int
-    phases: Mapping[int, Phases]
+    phases: Phases
     collectives: Sequence[tuple[str, int]]
     held: HeldBytes
     activations_bytes: int
@@ -72,11 +62,11 @@ class ModelProfile:
         activations_bytes: saved for backward on one device.
         flops: multiplications and additions of a step.
         gradients: bytes of each gradient and the share of backward after which it is ready, in that order.
-        phases: ranks that compute on one machine at once -> the step; 1 at least.
+        phases: the step of one device, alone on its machine.
         splits: ranks that split layers -> one rank's part.
-        pipelines: predicted pipelines of this model, for several sizes, schedules and numbers of micro-batches.
-        refused: strategy, or "strategy on N ranks" -> why it cannot train this model.
-        waiting: the share of the measurement on one device in which other processes had its core.
+        chain: the layers that a pipeline can cut.
+        refused: strategy, "strategy on N ranks" or "pipelines" -> why it cannot train this model.
+        disturbed: the share of the processors, or of the GPU, that other processes took during the measurement.
     """
 
     name: str
@@ -86,11 +76,11 @@ class ModelProfile:
     activations_bytes: int
     flops: float
     gradients: Sequence[tuple[int, float]]
-    phases: Mapping[int, Phases]
+    phases: Phases
     splits: Mapping[int, SplitPart] = field(default_factory=dict)
-    pipelines: Sequence[PipelinePlan] = ()
+    chain: ChainFigures | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
-    waiting: float = 0.0
+    disturbed: float = 0.0
     divides_batch: bool = False
 
     @property
@@ -98,31 +88,17 @@ class ModelProfile:
         """S: bytes of all gradients."""
         return self.held.gradients_bytes
 
-    def at_once(self, crowd: int, slowdown: float, of: Mapping[int, Phases] | None = None) -> Phases:
-        """The step with ``crowd`` ranks at once: measured, or the step alone times ``slowdown``."""
-        known = self.phases if of is None else of
-        return known[crowd] if crowd in known else known[min(known)].times(slowdown)
-
     def with_batches(self, factor: float) -> ModelProfile:
         """The model with batches ``factor`` times as large; forward and backward take as many times as long.
 
         That is so where a batch already fills the device, and too much where it does not.
         """
-
-        def larger(phases: Phases) -> Phases:
-            return replace(
-                phases,
-                forward_s=phases.forward_s * factor,
-                backward_s=phases.backward_s * factor,
-                input_s=phases.input_s * factor,
-            )
-
+        longer = {name: getattr(self.phases, name) * factor for name in ("forward_s", "backward_s", "input_s")}
         return replace(
             self,
             samples=round(self.samples * factor),
             flops=self.flops * factor,
             activations_bytes=round(self.activations_bytes * factor),
-            phases={crowd: larger(phases) for crowd, phases in self.phases.items()},
+            phases=replace(self.phases, **longer),
             splits={},
-            pipelines=(),
         )

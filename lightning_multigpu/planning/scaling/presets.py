@@ -11,13 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import product
 from typing import NamedTuple
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan, plan
-from lightning_multigpu.planning.pipelines.schedule_order import LOOPED_SCHEDULES, SCHEDULES
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCosts
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
+from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
 from lightning_multigpu.planning.scaling.links import Link
 from lightning_multigpu.planning.scaling.machine_model import Machine
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
@@ -89,8 +87,8 @@ def even_gradients(size_bytes: int) -> list[tuple[int, float]]:
 def profile_of(name: str, model: PresetModel, sizes: Iterable[int] = (), *, samples: int = 0) -> ModelProfile:
     """A preset model's profile on a device that computes forward and backward in a second; see :func:`moved`.
 
-    ``sizes`` are numbers of ranks over which layers are split, or which have stages; ``samples`` those of a device's
-    batch, or of that of ranks which share one, by default the model's.
+    ``sizes`` are numbers of ranks over which layers are split; ``samples`` those of a device's batch, or of that of
+    ranks which share one, by default the model's.
     """
     samples = samples or model.samples
     message = 2 * samples * model.sequence * model.width
@@ -101,7 +99,7 @@ def profile_of(name: str, model: PresetModel, sizes: Iterable[int] = (), *, samp
 
     splits = {
         size: SplitPart(
-            num_ranks=size, phases={1: _UNIT.times(1 / size)}, held=held(size),
+            num_ranks=size, phases=_UNIT.times(1 / size), held=held(size),
             collectives=[("all_reduce", message)] * (4 * model.layers),
             activations_bytes=round(model.layers * model.layer_activations_bytes(samples, size)),
         )
@@ -111,30 +109,18 @@ def profile_of(name: str, model: PresetModel, sizes: Iterable[int] = (), *, samp
         name=name, samples=samples, parameters=round(model.parameters), held=held(1),
         flops=6 * model.parameters * model.sequence * samples,
         activations_bytes=round(model.layers * model.layer_activations_bytes(samples)),
-        gradients=even_gradients(held(1).gradients_bytes), phases={1: _UNIT}, splits=splits,
-        pipelines=[*_pipelines(model, samples, message, sizes)],
+        gradients=even_gradients(held(1).gradients_bytes), phases=_UNIT, splits=splits,
+        chain=_chain(model, samples, message, held(model.layers)),
     )  # fmt: skip
 
 
-def _pipelines(model: PresetModel, samples: int, message: int, sizes: Iterable[int]) -> Iterator[PipelinePlan]:
-    """Pipelines of equal layers, for each number of micro-batches that divides the batch, up to 4 for each rank."""
-    layers, kinds = model.layers, [round(model.parameters) * each for each in (2, 2, 12)]
-    for size, schedule in product(sizes, SCHEDULES):
-        a_rank = 2 if schedule in LOOPED_SCHEDULES else 1
-        stages = a_rank * size
-        bounds = [(i * layers // stages, (i + 1) * layers // stages) for i in range(stages)]
-        counts = [sum(stop - start for start, stop in bounds[rank::size]) for rank in range(size)]
-        for number in (n for n in range(1, 4 * size + 1) if samples % n == 0 and stages <= layers):
-            each = 1 / layers / number
-            saved = round(model.layer_activations_bytes(samples / number))
-            layer = PartCost(_UNIT.forward_s * each, _UNIT.backward_s * each, message // number, saved)
-            costs = StageCosts(
-                [PartCost(), *[layer] * layers, PartCost()], [sum(kinds) // layers] * layers,
-                schedule=schedule, num_ranks=size, stages_per_rank=a_rank, num_micro_batches=number,
-            )  # fmt: skip
-            held = [HeldBytes(*(count * kind // layers for kind in kinds)) for count in counts]
-            parameters = [kinds[0] // layers] * layers
-            yield plan(schedule, costs, bounds, one_device_s=1.0, parameter_bytes=parameters, held=held)
+def _chain(model: PresetModel, samples: int, message: int, held: HeldBytes) -> ChainFigures:
+    """Equal layers."""
+    each = 1 / model.layers
+    saved = round(model.layer_activations_bytes(samples))
+    layer = PartCost(_UNIT.forward_s * each, _UNIT.backward_s * each, message, saved)
+    parts = MeasuredParts(samples=samples, parts=[PartCost(), *[layer] * model.layers, PartCost()])
+    return ChainFigures(name="layers", measured=[parts], held=[NOTHING, *[held] * model.layers, NOTHING])
 
 
 def moved(profile: ModelProfile, machine: Machine, utilisation: float = 0.5) -> ModelProfile:
@@ -152,22 +138,20 @@ def moved(profile: ModelProfile, machine: Machine, utilisation: float = 0.5) -> 
                          f"{machine.name} is unknown; plan on a machine of 'lightning-multigpu calibrate'")  # fmt: skip
     compute_s = profile.flops / (max(machine.flops_per_s.values()) * utilisation)
 
-    def there(phases: Phases, crowd: int, held: HeldBytes) -> Phases:
-        beside = profile.at_once(crowd, 1.0)  # a part that was measured beside others, over the whole beside others
-        times = phases.times(compute_s / (beside.forward_s + beside.backward_s))
+    alone = profile.phases
+    factor = compute_s / (alone.forward_s + alone.backward_s)
+
+    def there(phases: Phases, held: HeldBytes) -> Phases:
+        times = phases.times(factor)
         moved_bytes = 2 * (held.parameters_bytes + held.optimizer_bytes) + held.gradients_bytes
         optimizer_s = moved_bytes / machine.memory_bytes_per_s
         return replace(phases, forward_s=times.forward_s, backward_s=times.backward_s, optimizer_s=optimizer_s)
 
-    alone, splits = profile.phases[1], {}
-    for size, part in profile.splits.items():
-        crowd = min(part.phases)
-        splits[size] = replace(part, phases={1: there(part.phases[crowd], crowd, part.held)})
-    factor = compute_s / (alone.forward_s + alone.backward_s)
     refused = {} if machine.device_type == "cpu" else dict.fromkeys(_SERVED, _NO_SERVERS)
     return replace(
-        profile, phases={1: there(alone, 1, profile.held)}, splits=splits, refused={**profile.refused, **refused},
-        pipelines=[each.times(factor) for each in profile.pipelines],
+        profile, phases=there(alone, profile.held), refused={**profile.refused, **refused},
+        splits={n: replace(part, phases=there(part.phases, part.held)) for n, part in profile.splits.items()},
+        chain=profile.chain and profile.chain.times(factor),
     )  # fmt: skip
 
 

@@ -54,7 +54,7 @@ class Ranking:
         return self.predictions[0]
 
     def explanation(self) -> list[str]:
-        """The first choice in two sentences, what limits larger worlds, and a line for each remedy."""
+        """The first choice in two sentences, and a line for each remedy."""
         if not self.predictions:
             return ["No strategy fits: see the reasons above."]
         first = self.first
@@ -74,7 +74,6 @@ class Ranking:
         lines.append(f"Its step is limited by {first.limit}, {100 * part:.0f} %{instead}.")
         if first.samples_per_s < self.one.samples_per_s:
             lines.append("One device alone is faster: this model does not scale here with these batches.")
-        lines += self._slower_worlds()
         lines += [
             f"{remedy.change}: {remedy.prediction.samples_per_s / self.one.samples_per_s:.2f} times on "
             f"{remedy.prediction.world}"
@@ -82,27 +81,12 @@ class Ranking:
         ]
         return lines
 
-    def _slower_worlds(self) -> list[str]:
-        """Worlds of the first choice's strategy that are slower than a smaller one."""
-        of_first = [each for each in self.predictions if each.candidate == self.first.candidate]
-        lines = []
-        for each in sorted(of_first, key=lambda one: one.world.size):
-            smaller = [other for other in of_first if other.world.size < each.world.size]
-            best = max(smaller, key=lambda one: one.samples_per_s, default=None)
-            if best is not None and best.samples_per_s > each.samples_per_s:
-                share = each.exposed_s / each.step_s
-                lines.append(
-                    f"{each.world} is slower than {best.world} with {each.candidate}: exposed communication "
-                    f"{100 * share:.0f} %."
-                )
-        return lines
-
 
 def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate], worlds: Iterable[World]) -> Ranking:
     """Predicts every candidate in every world; what a strategy cannot have is named with its reason.
 
     Raises:
-        ValueError: no candidate is possible in any of the worlds.
+        ValueError: no candidate is possible in any of the worlds; the message has each reason once.
     """
     found: list[Prediction] = []
     impossible: list[tuple[Candidate, World, str]] = []
@@ -113,7 +97,7 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
             except ImpossibleError as error:
                 impossible.append((candidate, world, str(error)))
     if not found:
-        raise ValueError("; ".join(f"{c} on {w}: {reason}" for c, w, reason in impossible))
+        raise ValueError("; ".join(dict.fromkeys(reason for _, _, reason in impossible)))
     found.sort(key=lambda each: -each.samples_per_s)
     limit = machine.rank_memory_bytes
     fits = [each for each in found if each.memory_bytes <= limit]

@@ -10,7 +10,7 @@ A data-parallel step on each rank::
 While a transfer runs, backward proceeds at ``1 - busy`` of its speed, where ``busy`` is the share of a core that moves
 the bytes. Buckets fill in the order in which gradients become ready, as in Li et al. 2020, "PyTorch Distributed",
 section 3.2. Pipelines follow the orders of :mod:`..pipelines.schedule_order`, each pass with the fixed time that the
-machine's calibration found. Ranks that share cores are slower by a measured factor. Every strategy adds what its
+machine's calibration found. Ranks of one machine are slower by a measured factor. Every strategy adds what its
 calibration found beyond its formula: see :class:`.ReferenceCost`.
 """
 
@@ -20,12 +20,16 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from math import sqrt
-from statistics import NormalDist
 from typing import Any
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
-from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, schedule_orders, step_time
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.pipelines.schedule_order import (
+    LOOPED_SCHEDULES,
+    ScheduleName,
+    schedule_orders,
+    step_time,
+)
+from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
 from lightning_multigpu.planning.scaling.links import servers_s
 from lightning_multigpu.planning.scaling.machine_model import (
     FROM_OWNERS,
@@ -56,9 +60,6 @@ PIPELINES: dict[str, ScheduleName] = {
 }
 """Registered names of pipelines, and their schedules."""
 _SPAWNED = "_spawn"
-
-
-_NOTHING = HeldBytes(0, 0, 0)
 
 
 class ImpossibleError(ValueError):
@@ -106,7 +107,7 @@ class Prediction:
     other_s: float = 0.0
     uncertainty: float = 0.0
     samples: float = 0.0
-    memory: HeldBytes = _NOTHING
+    memory: HeldBytes = NOTHING
     activations_bytes: int = 0
     sent_bytes: Mapping[str, float] = field(default_factory=dict)
 
@@ -170,6 +171,11 @@ def predict(model: ModelProfile, machine: Machine, candidate: Candidate, world: 
             raise ImpossibleError(model.refused[refused])
     if world.size == 1 and name != "one_device":
         raise ImpossibleError(f"{name} needs 2 devices or more")
+    if world.size > (cores := machine.cores(world)):
+        raise ImpossibleError(
+            f"{world.size} ranks would share {cores:.0f} cores, and how much slower each of them is is not known; take "
+            "no more ranks than cores"
+        )
     if name in ("cpu_ps", "dp") and world.nodes > 1:
         raise ImpossibleError(f"{name} works on one host only")
     step = _Step(model, machine, candidate, world)
@@ -292,8 +298,6 @@ class _Step:
         elif name == "sharded_ps":
             optimizer_s /= max(2, world.nodes)
         exposed_s = end_s - phases.backward_s + cost.slowing * (phases.forward_s + phases.backward_s)
-        if name != "async_ps":  # every rank waits for the slowest one of each step
-            exposed_s += straggling_s(phases, world.size, cost.world.size)
         compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
         every = int(options.get("average_every", 1))
         return self._prediction(
@@ -303,7 +307,7 @@ class _Step:
             exposed_s=exposed_s / every,
             hidden_s=max(0.0, transfers_s - exposed_s),
             optimizer_s=optimizer_s,
-            uncertainty=self._uncertainty(phases, compute_s, exposed_s),
+            uncertainty=self._uncertainty(compute_s, exposed_s),
             samples=k * model.samples * world.size,
             memory=_data_parallel_memory(model, name, world),
             activations_bytes=model.activations_bytes,
@@ -332,7 +336,7 @@ class _Step:
             compute_s=compute_s,
             exposed_s=k * exposed_s,
             optimizer_s=phases.optimizer_s,
-            uncertainty=self._uncertainty(phases, compute_s, exposed_s),
+            uncertainty=self._uncertainty(compute_s, exposed_s),
             samples=k * self.model.samples,
             memory=part.held,
             activations_bytes=part.activations_bytes,
@@ -361,10 +365,9 @@ class _Step:
         both = {"candidate": self.candidate, "world": self.world, "input_s": k * phases.input_s, "other_s": other_s}
         return Prediction(**{**both, **parts})
 
-    def _phases(self, of: Mapping[int, Phases] | None = None) -> Phases:
+    def _phases(self, of: Phases | None = None) -> Phases:
         """The phases of a rank, or of its part, beside the other ranks of its machine."""
-        crowd = self.machine.crowd(self.world)
-        return self.model.at_once(crowd, self.machine.slowdown_of(crowd), of)
+        return (of or self.model.phases).times(self.machine.slowdown_of(self.machine.crowd(self.world)))
 
     def _transfers(
         self, name: str, options: Mapping[str, Any], bucket_bytes: float
@@ -409,34 +412,29 @@ class _Step:
 
         return compressed, {**memory, "network": network["network"] / coding.ratio}, 0.0
 
-    def _plan(self, num_stages: int) -> PipelinePlan:
-        """The measured pipeline with the most micro-batches up to those that the candidate asks for."""
-        name, options = self.candidate.strategy, self.candidate.options
-        wanted = 1 if name == "model_parallel" else options.get("num_micro_batches", 4 * num_stages)
-        fitting = [
-            plan
-            for plan in self.model.pipelines
-            if (len(plan.memory), plan.schedule) == (num_stages, PIPELINES[name]) and plan.num_micro_batches <= wanted
-        ]
-        if not fitting:
-            raise ImpossibleError(f"no pipeline of {num_stages} stages is known")
-        return max(fitting, key=lambda one: one.num_micro_batches)
+    def _plan(self, num_ranks: int) -> PipelinePlan:
+        """The pipeline over ``num_ranks`` that the candidate asks for, of a sample a micro-batch or more."""
+        name, options, model = self.candidate.strategy, self.candidate.options, self.model
+        if model.chain is None:
+            raise ImpossibleError(model.refused.get("pipelines", "its layers were not measured"))
+        schedule = PIPELINES[name]
+        wanted = 1 if name == "model_parallel" else options.get("num_micro_batches", 4 * num_ranks)
+        a_rank = options.get("stages_per_rank") or (2 if schedule in LOOPED_SCHEDULES else 1)
+        samples, balance = max(1, model.samples), options.get("balance", model.chain.balance)
+        return model.chain.plan(schedule, num_ranks, a_rank, min(wanted, samples), samples, balance)
 
     def _staged(self, plan: PipelinePlan, factor: float) -> Prediction:
         """A pipeline over all ranks; ``factor`` multiplies the time of each pass.
 
-        Every micro-batch but the first adds its gradients to those before. Idle ranks leave their core to others:
-        passes that run at the same time share the cores.
+        Every micro-batch but the first adds its gradients to those before.
         """
         machine, world, k = self.machine, self.world, self.candidate.accumulate
         ranks, micro_batches, stages = len(plan.memory), plan.num_micro_batches, plan.stages
-        crowd = round(min(machine.crowd(world), machine.cores(World(1, world.devices))))
-        phases = self.model.at_once(crowd, machine.slowdown_of(crowd))
+        phases = self._phases()
         both_s = (phases.forward_s + phases.backward_s) / plan.one_device_s if machine.device_type == "cpu" else 1.0
         cost = machine.reference("pipeline_1f1b", world)
         tensors_s = micro_batches * len(self.model.gradients) * cost.tensor_s
         cost = replace(cost, fixed_s=cost.fixed_s + tensors_s, tensor_s=0.0)
-        both_s *= 1 + cost.slowing
         adding_s = phases.adding_s * (micro_batches - 1) / micro_batches / max(1, self.model.held.parameters_bytes)
         forward_s = [factor * both_s * stage.forward_s + cost.pass_s for stage in stages]
         backward_s = [
@@ -449,9 +447,8 @@ class _Step:
             link = machine.link_inside(world) if is_inside else machine.link_between(world)
             cuts_s.append(link.latency_times(cost.scale).seconds(stage.output_bytes))
         orders = schedule_orders(plan.schedule, ranks, len(stages) // ranks, micro_batches)
-        cores = machine.cores(world)
-        total_s = step_time(orders, forward_s, backward_s, cuts_s, cores)
-        without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s), cores)
+        total_s = step_time(orders, forward_s, backward_s, cuts_s)
+        without_s = step_time(orders, forward_s, backward_s, [0.0] * len(cuts_s))
         busy_s = max(
             micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
             for rank in range(ranks)
@@ -465,7 +462,7 @@ class _Step:
             exposed_s=k * (total_s - without_s),
             bubble_s=k * (without_s - busy_s),
             optimizer_s=phases.optimizer_s * share,
-            uncertainty=max(plan.spread / 2, self._uncertainty(phases, busy_s, total_s - without_s)),
+            uncertainty=self._uncertainty(busy_s, total_s - without_s),
             samples=k * self.model.samples,
             memory=HeldBytes(fullest.parameters_bytes, fullest.gradients_bytes, fullest.optimizer_bytes),
             activations_bytes=fullest.activations_bytes + fullest.recomputed_bytes,
@@ -515,26 +512,12 @@ class _Step:
         activations = split.activations_bytes / max(1, model.activations_bytes)
         return replace(base, memory=held, activations_bytes=round(activations * base.activations_bytes))
 
-    def _uncertainty(self, phases: Phases, compute_s: float, exposed_s: float) -> float:
-        """The uncertainty: the spread of the measured steps, and what is not known about the transfers."""
+    def _uncertainty(self, compute_s: float, exposed_s: float) -> float:
+        """The uncertainty: what others took during the measurements, and what is not known about the transfers."""
         share = exposed_s / (compute_s + exposed_s) if exposed_s else 0.0
         measured = any(each.world == self.world for each in self.machine.references)
         transfers = share * (0.1 if measured else 0.3)
-        return sqrt(_LEAST_UNCERTAINTY**2 + (phases.spread / 2) ** 2 + transfers**2)
-
-
-def straggling_s(phases: Phases, num_ranks: int, of_reference: int) -> float:
-    """Seconds that more ranks wait longer for the slowest one than those of the calibration's world did.
-
-    The steps of a rank vary as a normal distribution whose quartiles are those of the measured steps. The largest of N
-    values is then expected at the quantile (N - 3/8) / (N + 1/4) (Blom 1958).
-    """
-
-    def largest(count: int) -> float:
-        return NormalDist().inv_cdf((count - 0.375) / (count + 0.25)) if count > 1 else 0.0
-
-    deviation_s = phases.jitter * phases.step_s / (2 * NormalDist().inv_cdf(0.75))
-    return max(0.0, deviation_s * (largest(num_ranks) - largest(of_reference)))
+        return sqrt(_LEAST_UNCERTAINTY**2 + self.model.disturbed**2 + transfers**2)
 
 
 def default_bucket_bytes(name: str, gradient_bytes: int, world: World) -> int:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.callbacks import Callback, Checkpoint, EarlyStopping, Timer
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
@@ -16,10 +15,9 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.data_parallel.agreement import ContinuedLoader
 from lightning_multigpu.engine.data_parallel.batch_distribution import OnDemandBatchSampler, distribute_batches
-from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
 from lightning_multigpu.engine.parameter_server.servers import Servers
-from lightning_multigpu.job.batch_feed import add_to_all, evaluation_limit
+from lightning_multigpu.job.batch_feed import evaluation_limit
 from lightning_multigpu.job.run_signals import RunSignals
 
 if TYPE_CHECKING:
@@ -57,6 +55,7 @@ class AsynchronousTraining(Callback):
         self._at_end: list[tuple[Callable[[], Any], list[Any]]] = []
         self._limit_val_batches: int | float | None = None
         self._minimums: tuple[int | None, int | None] = (None, None)
+        self._sizes: dict[int, int] = {}
 
     @property
     def version(self) -> int:
@@ -115,22 +114,30 @@ class AsynchronousTraining(Callback):
             )
         return distributed if self._batches is None else ContinuedLoader(distributed)
 
-    def _take(self, trainer: pl.Trainer) -> range:
-        """The batches of the next update: ``accumulate_grad_batches``, or fewer at the end of the epoch."""
-        size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
-        update = self._servers.next_batch(trainer.current_epoch, **self._of_epoch(trainer))
-        return range(0) if update is None else range(update * size, min(num_batches, (update + 1) * size))
+    def _take(self, trainer: pl.Trainer) -> int | None:
+        first, num_batches = self._limits(trainer)
+        return self._servers.next_batch(trainer.current_epoch, first=first, num_batches=num_batches)
 
-    def _of_epoch(self, trainer: pl.Trainer) -> dict[str, Any]:
-        size, num_batches = trainer.accumulate_grad_batches, self._num_batches(trainer)
-        is_resumed = trainer.current_epoch == self._resumed_epoch
-        # In manual optimization batches make any number of steps.
-        is_limited = trainer.max_steps > 0 and trainer.lightning_module.automatic_optimization
-        return {
-            "first": min(self._first_batch or 0, num_batches) // size if is_resumed else 0,
-            "num_batches": -(-num_batches // size),
-            "limit": max(0, trainer.max_steps - self._resumed_version) if is_limited else None,
-        }
+    def _limits(self, trainer: pl.Trainer) -> tuple[int, int]:
+        """The first batch that is left of the epoch, and the end of its batches, for all workers together.
+
+        ``max_steps`` leaves fewer of the last epoch: each worker comes through all epochs, and knows how many batches
+        were in those before.
+        """
+        assert self._batches is not None
+        epoch = trainer.current_epoch
+        num_batches = int(min(len(self._batches), trainer.num_training_batches))
+        first = min(self._first_batch or 0, num_batches) if epoch == self._resumed_epoch else 0
+        self._sizes[epoch] = num_batches - first
+        left = self._left(trainer, epoch)
+        return first, num_batches if left is None else min(num_batches, first + max(0, left))
+
+    def _left(self, trainer: pl.Trainer, epoch: int) -> int | None:
+        """How many updates ``max_steps`` leaves for an epoch and later ones; None for any number."""
+        if trainer.max_steps < 0 or not trainer.lightning_module.automatic_optimization:
+            return None  # in manual optimization batches make any number of steps
+        earlier = sum(size for number, size in self._sizes.items() if number < epoch)
+        return trainer.max_steps - self._resumed_version - earlier
 
     # The moments of a fit
 
@@ -149,7 +156,7 @@ class AsynchronousTraining(Callback):
             for transport in self.transports:
                 transport.send_changed_weights()
             self._pull()  # the answer shows that all servers have the new weights
-        self._servers.begin_training()
+        self._servers.exchange("start", awaited="first")
         if not self._is_first:
             self._pull()
             self._can_be_lost()
@@ -182,20 +189,10 @@ class AsynchronousTraining(Callback):
         self._resumed_epoch = trainer.current_epoch
         if self._first_batch is None:
             self._first_batch = progress.current.processed
-        # A checkpoint has no gradients that are being accumulated: their batches come again.
-        accumulated = progress.current.processed % trainer.accumulate_grad_batches
-        if accumulated:
-            for counts in (progress.total, progress.current):
-                add_to_all(counts, -accumulated)
-                counts.completed = counts.processed
-            loop.update_restart_stage()
 
     def _take_schedules(self, trainer: pl.Trainer) -> None:
         """Has Lightning leave schedules by step to :meth:`_step_schedulers`."""
-        try:
-            self._planned_updates = trainer.estimated_stepping_batches
-        except MisconfigurationException:  # accumulate_grad_batches changes: no scheduler has got the number either
-            self._planned_updates = math.inf
+        self._planned_updates = trainer.estimated_stepping_batches
         self._stepped = {id(config.scheduler): self._due(config) for config in _by_step(trainer)}
         loop: Any = trainer.fit_loop.epoch_loop
         lightnings = loop.update_lr_schedulers
@@ -215,35 +212,13 @@ class AsynchronousTraining(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        self._signals.agree(self._signals.received, may_act=batch_idx % trainer.accumulate_grad_batches == 0)
+        self._signals.agree(self._signals.received, may_act=True)
         self._number, self._has_stepped = None, False
         if self._batches is not None and self._batches.numbers:
             self._number = self._batches.numbers.popleft()
             self._batches.counts.popleft()
         if not pl_module.automatic_optimization:
             self._look_ahead(trainer)  # a training_step may ask whether the batch is the last one
-        elif self._completes_update(trainer):
-            progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-            if progress.current.ready % trainer.accumulate_grad_batches:
-                progress.is_last_batch = True  # so that Lightning steps; the truth is known after the step
-
-    def _completes_update(self, trainer: pl.Trainer) -> bool:
-        """Whether the batch is the last one of its update; the last update of an epoch may have fewer."""
-        if self._number is None:
-            return False
-        following = self._number + 1
-        return following % trainer.accumulate_grad_batches == 0 or following == self._num_batches(trainer)
-
-    def _num_batches(self, trainer: pl.Trainer) -> int:
-        """The batches of an epoch, for all workers together."""
-        assert self._batches is not None
-        return int(min(len(self._batches), trainer.num_training_batches))
-
-    @override
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """Asks for the next batch, so that the answer comes while gradients are pushed and weights pulled."""
-        if self._batches is not None and pl_module.automatic_optimization and self._batches.lacks_next:
-            self._servers.ask_ahead(trainer.current_epoch, **self._of_epoch(trainer))
 
     def after_step(self, trainer: pl.Trainer) -> None:
         """Takes the next batch as late as possible: no other worker can train on it from then on."""
@@ -260,11 +235,11 @@ class AsynchronousTraining(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
-        if self._number is not None and self._completes_update(trainer):
-            self._unreported.append(self._number // trainer.accumulate_grad_batches)
+        if self._number is not None:
+            self._unreported.append(self._number)
         if self._has_stepped or is_last:  # gradients that are being accumulated would be lost with this worker
-            for update in self._unreported:
-                self._servers.trained(trainer.current_epoch, update)
+            for number in self._unreported:
+                self._servers.trained(trainer.current_epoch, number)
             self._unreported.clear()
         self._warn_of_lost()
         if is_last and self._is_first:
@@ -278,7 +253,9 @@ class AsynchronousTraining(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._is_first:
             self._servers.pause()
-            self._servers.stop_training(epoch=trainer.current_epoch, at_once=trainer.should_stop)
+            if trainer.should_stop:
+                self._servers.exchange("stop")
+            self._servers.exchange("end", awaited="all")
             self._pull()
 
     def _pull(self) -> None:
@@ -319,16 +296,14 @@ class AsynchronousTraining(Callback):
         self._stop_if_over(trainer)
 
     def _stop_if_over(self, trainer: pl.Trainer) -> None:
-        loop: Any = trainer.fit_loop.epoch_loop
         is_over = self._servers.is_stopped
         if self._batches is not None:
-            is_over |= self._servers.is_exhausted and not self._batches.has_next()
+            left = self._left(trainer, trainer.current_epoch + 1)
+            is_over |= left is not None and left <= 0 and not self._batches.has_next()
             is_over |= not trainer.lightning_module.automatic_optimization and 0 < trainer.max_steps <= self.version
-            if self._minimums[1] is not None:  # Lightning compares it with this worker's own steps
-                loop.min_steps = max(0, self._minimums[1] - (self.version - trainer.global_step))
         if is_over:
             trainer.should_stop = True
-            trainer.fit_loop.min_epochs = loop.min_steps = None
+            trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
 
     def training_ends(self, trainer: pl.Trainer) -> None:
         """Gives all workers the weights, buffers and metrics of worker 0, and the states of its callbacks."""
@@ -344,9 +319,10 @@ class AsynchronousTraining(Callback):
             for transport in self.transports:
                 if transport.send_changed_weights():  # a callback has put averages in place
                     transport.pull()  # the answer shows that all servers have the new weights
-            self._report()
-        message = self._servers.end_training(message)
-        if not self._is_first:
+            self._servers.exchange("last word", message)
+        else:
+            self._servers.exchange("end")
+            (message,) = self._servers.exchange("last word", awaited="first")
             self._pull()
             for name, value in message["beside servers"].items():
                 beside[name].copy_(value)
@@ -354,14 +330,10 @@ class AsynchronousTraining(Callback):
                 callback.load_state_dict(state)
             trainer.callback_metrics.update(message["metrics"])
         for number, (value, found) in enumerate(self._at_end):
-            found += self._servers.newest(f"at the end {number}", value(), of_all=True)
+            own = value()
+            told = self._servers.exchange(f"at the end {number}", own, awaited="all" if self._is_first else "nobody")
+            found += told if self._is_first else [own]
         self._at_end.clear()
-
-    def _report(self) -> None:
-        rank_zero_info("Updates of each worker, with their staleness (median, 95th percentile, largest):")
-        for worker, counts in self._servers.statistics().staleness.items():
-            found = ", ".join(map(str, summary(counts).values()))
-            rank_zero_info(f"  worker {worker}: {counts.total()} updates, staleness {found}")
 
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any]:
         """See :meth:`.MultiGPUStrategy.gather_at_end`."""

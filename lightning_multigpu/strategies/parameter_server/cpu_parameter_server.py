@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
@@ -14,9 +14,8 @@ from typing_extensions import override
 
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.parameter_server.host_transport import HostTransport
-from lightning_multigpu.placement.table import Split
-from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 if TYPE_CHECKING:
@@ -32,28 +31,16 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     batch.
 
     Args:
-        optimizer_split: what the ranks may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
-            "nothing", where one rank makes the whole update. By default "elements" for torch's optimizers that work
-            element by element, "tensors" for its others, and "nothing" for other classes.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
         ValueError: an option is out of its range, the run has several hosts, or the optimizer is LBFGS.
     """
 
-    def __init__(self, *, optimizer_split: Split | None = None, **options: Any) -> None:
-        if optimizer_split is not None:
-            option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
+    def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._split = optimizer_split
-        self.common.averages_buffers = True
         self._ranks: SharedMemoryAllReduce | None = None
         self._num_reserved = 0
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {**super().options, "optimizer_split": self._split}
 
     @override
     def _configure_launcher(self) -> None:
@@ -66,6 +53,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        self.buffers = ModuleBuffers(self._module, self.collectives.data, averages=True)
         return self._begin_alike(model, self.collectives.data)
 
     @override
@@ -76,15 +64,13 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
             self._undo.callback(self._ranks.close)
             self.groups.also_cut.append(self._ranks.abort)
         super().setup_optimizers(trainer)
-        self.common.watch_given_gradients()
-        self.owned.begin(self._transport)
-        self.owned.clip_in_steps()
+        self._watch_given_gradients()
+        self.owned.begin(self.optimizers, self._transport, self.given)
+        self.owned.clip_in_steps(self._module, self.precision_plugin, self._data_axis, self._note_averages)
 
     def _transport(self, optimizer: Optimizer) -> HostTransport:
         assert self._ranks is not None
-        return HostTransport(
-            optimizer, self._ranks, self.meter, reserve=self._reserve, gather=self.gather_objects, split=self._split
-        )
+        return HostTransport(optimizer, self._ranks, self.meter, reserve=self._reserve, gather=self.gather_objects)
 
     @override
     def teardown(self) -> None:

@@ -8,10 +8,10 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch.callbacks import BatchSizeFinder, LearningRateFinder
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.utilities import rank_zero_info
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.nn import Module
@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu._usable_cores import usable_cores
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.server import EXTERNAL, RUNS, Job
 from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
@@ -28,7 +29,6 @@ from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.job.process_groups import leave_world
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.server_process import ServerProcess
-from lightning_multigpu.placement.table import Split
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _BUCKET_CAP_MB = {True: 4.0, False: 1.0}  # on one host; on a network, where pulls wait for the first bucket
-_LATE_S = 5.0  # after which rank 0 names a server that is not there
 _POLL_S = 0.05
 
 
@@ -64,9 +63,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
             serve`` with the ``MASTER_ADDR`` and ``MASTER_PORT`` of the job.
         bucket_cap_mb: size of a bucket of gradients, in MiB; a bucket is pushed, updated and pulled at once. None for 4
             on one host with ``servers="auto"``, else 1: on a network, the first pull begins when a bucket is pushed.
-        optimizer_split: what the servers may divide of the optimizer's work: "elements" of tensors, whole "tensors", or
-            "nothing", where one server makes the whole update. By default "elements" for torch's optimizers that work
-            element by element, "tensors" for its others, and "nothing" for other classes.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -81,7 +77,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         num_servers: int | Literal["nodes"] = 1,
         servers: Literal["auto", "external"] = "auto",
         bucket_cap_mb: float | None = None,
-        optimizer_split: Split | None = None,
         **options: Any,
     ) -> None:
         option_checks.check_choice("mode", mode, ("sync", "async"))
@@ -99,14 +94,10 @@ class ParameterServerStrategy(MultiGPUStrategy):
             option_checks.check_number("num_servers", num_servers, whole=True)
         if bucket_cap_mb is not None:
             option_checks.check_number("bucket_cap_mb", bucket_cap_mb)
-        if optimizer_split is not None:
-            option_checks.check_choice("optimizer_split", optimizer_split, get_args(Split))
         super().__init__(**options)
-        self._split = optimizer_split
-        self.common.averages_buffers = True
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
-        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.common.check_every):
+        if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.check_replicas_every):
             name = "uneven_inputs" if self.feed.uneven_inputs != "stop" else "check_replicas_every_n_steps"
             raise ValueError(
                 f"{name}={options[name]!r}: with mode='async' no rank waits for another one, and their weights differ; "
@@ -123,7 +114,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def options(self) -> dict[str, Any]:
         return {
             **super().options,
-            "optimizer_split": self._split,
             "mode": self._mode,
             "max_staleness": self._max_staleness,
             "num_servers": self._num_servers,
@@ -142,17 +132,18 @@ class ParameterServerStrategy(MultiGPUStrategy):
                     "MASTER_ADDR to an address of the host of rank 0, and MASTER_PORT to a free port, here and for "
                     "'lightning-multigpu serve'"
                 )
-        finders = [c for c in trainer.callbacks if isinstance(c, BatchSizeFinder | LearningRateFinder)]  # type: ignore[attr-defined]
-        if finders and self._is_asynchronous:
-            raise ValueError(
-                f"{type(finders[0]).__name__}: it has all ranks train in step with each other, which mode='async' does "
-                "not; find the value on one device with strategy='auto', and train with it"
-            )
-        if self._is_asynchronous and self._layer_sync is not None:
-            raise ValueError(
-                "sync_batchnorm=True: ranks wait for each other's statistics in every layer, and with mode='async' "
-                "they do not; use sync_batchnorm=False or strategy='sync_ps'"
-            )
+        if self._is_asynchronous:
+            kinds = BatchSizeFinder, LearningRateFinder, GradientAccumulationScheduler
+            names = [type(c).__name__ for c in trainer.callbacks if isinstance(c, kinds)]  # type: ignore[attr-defined]
+            if trainer.accumulate_grad_batches != 1:
+                names.append(f"accumulate_grad_batches={trainer.accumulate_grad_batches}")
+            if self._layer_sync is not None:
+                names.append("sync_batchnorm=True")
+            if names:
+                raise ValueError(
+                    f"{names[0]}: with mode='async' each batch of a rank is an update, and no rank waits for another; "
+                    "leave it out, or use strategy='sync_ps'"
+                )
 
     @property
     @override
@@ -166,6 +157,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        self.buffers = ModuleBuffers(self._module, self.collectives.data, averages=True)
         return self._begin_alike(model, self.collectives.data)
 
     @override
@@ -174,9 +166,15 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._connect()  # not for evaluation; before schedules ask for the loader, which is one for their mode
         super().setup_optimizers(trainer)
         if not self._is_asynchronous:  # else a worker's gradients are its own
-            self.common.watch_given_gradients()
-        self.owned.begin(self._transport)
-        self.owned.clip_in_steps(is_asynchronous=self._is_asynchronous)
+            self._watch_given_gradients()
+        self.owned.begin(self.optimizers, self._transport, self.given)
+        self.owned.clip_in_steps(
+            self._module,
+            self.precision_plugin,
+            self._data_axis,
+            self._note_averages,
+            is_asynchronous=self._is_asynchronous,
+        )
         if self._asynchronous is not None:
             self._asynchronous.transports = self.owned.transports
 
@@ -191,7 +189,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
             num_workers=self.world_size,
             num_servers=number,
             is_synchronous=not self._is_asynchronous,
-            max_staleness=self._max_staleness,
+            max_staleness=self._max_staleness or None,
             join_timeout_s=self.join_timeout_s,
             silence_s=max(1.0, self.failure_timeout_s / 2),
         )
@@ -206,8 +204,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self._undo.callback(servers.close)
         self.groups.also_cut.append(servers.cut)
         servers.join(store, lambda server: self._await_server(store, job, server))
-        for name, why in servers.unshared.items():
-            rank_zero_info(f"{name} is on this host, but gradients and weights go over sockets: {why}")
         if self._is_asynchronous:
             self._asynchronous = AsynchronousTraining(servers, self.signals, can_be_lost=self.failure_watch.can_be_lost)
 
@@ -221,24 +217,20 @@ class ParameterServerStrategy(MultiGPUStrategy):
             self._undo.callback(process.close)
 
     def _await_server(self, store: Store, job: Job, server: int) -> None:
-        key, start_s, is_told = f"{job.name}/server {server}", time.monotonic(), False
-        while not store.check([key]):
+        until_s = time.monotonic() + job.join_timeout_s
+        while not store.check([f"{job.name}/server {server}"]):
             self.failure_watch.check()
             for process in self._processes:
                 process.check()
-            waited_s = time.monotonic() - start_s
-            what = f"parameter server {server} of {job.num_servers}"
-            if waited_s > job.join_timeout_s:
+            if time.monotonic() > until_s:
                 fix = (
                     ": run 'lightning-multigpu serve' with the MASTER_ADDR and MASTER_PORT of this job, once for each "
                     f"of the {job.num_servers} servers (num_servers)"
                 )
-                late = f"{what} did not come within {job.join_timeout_s:g} s (join_timeout_s)"
-                raise PairEndedError(late + fix if self._are_external else late)
-            if waited_s > _LATE_S and self._are_external and not is_told:
-                is_told = True
-                limit = f"for {job.join_timeout_s:g} s at most (join_timeout_s)"
-                rank_zero_info(f"{what} is not there yet; ranks wait for it {limit}")
+                raise PairEndedError(
+                    f"parameter server {server} of {job.num_servers} did not come within {job.join_timeout_s:g} s "
+                    f"(join_timeout_s){fix if self._are_external else ''}"
+                )
             time.sleep(_POLL_S)
 
     @property
@@ -248,16 +240,15 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     def _transport(self, optimizer: Optimizer) -> ServerTransport:
         assert self._connections is not None
-        return ServerTransport(
-            optimizer,
-            self._connections,
-            split=self._split,
-            bucket_bytes=self._bucket_bytes,
-        )
+        return ServerTransport(optimizer, self._connections, bucket_bytes=self._bucket_bytes)
 
     @override
     def server_statistics(self) -> ServerStatistics | None:
-        return None if self._connections is None or self.global_rank else self._connections.statistics()
+        if self._connections is None or self.global_rank:
+            return None
+        sizes = [transport.weights_bytes() for transport in self.owned.transports]
+        staleness = self._connections.staleness() if self._is_asynchronous else {}
+        return ServerStatistics([*map(sum, zip(*sizes, strict=True))], staleness)
 
     # Asynchronous workers
 
@@ -265,7 +256,8 @@ class ParameterServerStrategy(MultiGPUStrategy):
     def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
         if self._asynchronous is None or self._connections is None:
             return None
-        return self._connections.newest(name, value, of_all=False)
+        told = self._connections.exchange(name, value)
+        return told if self.global_rank == 0 else [value]
 
     @override
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:

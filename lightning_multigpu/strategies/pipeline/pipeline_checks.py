@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, draws_graph
-from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
+from lightning_multigpu.engine.parity import ProbeError, couples_parameters
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.steps.dry_run import check_takes_batch
 

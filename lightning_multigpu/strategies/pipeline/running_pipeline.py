@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
@@ -19,10 +17,10 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torchmetrics import Metric
 
-from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.engine.activation_checkpointing import layers_of
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
+from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import (
     checksum_of,
@@ -37,22 +35,20 @@ from lightning_multigpu.engine.micro_batches import (
 from lightning_multigpu.engine.one_process.gathering import gathered
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
-from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis, StageSums, remote_gradients
-from lightning_multigpu.engine.pipeline.stages.runner import LossForms, PipelineRunner
+from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
+from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
-from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import whole
-from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes, measured_bytes
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
-from lightning_multigpu.strategies.pipeline.first_batch.preparation import Preparation
+from lightning_multigpu.strategies.pipeline.clipping import StageClipping
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
+from lightning_multigpu.strategies.pipeline.preparation import Preparation
+from lightning_multigpu.strategies.pipeline.proof import LossForms
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss
-from lightning_multigpu.strategies.steps.hook_detection import has_hook
-from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import same_batch
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined, uncounted_logs
 
@@ -83,10 +79,10 @@ class RunningPipeline:
         self.model = model = SplitModel(strategy, chain, bounds)
         self.data_axis = self._data_axis()
         self.tensor_axis = axis = None if strategy.tensor_parallel_size == 1 else TensorAxis(model, strategy)
-        self.agreement = StageAgreement(plugin, model, None if axis is None else axis.group)
-        undo.callback(self.agreement.end)
+        self.clipping = StageClipping(plugin, model, None if axis is None else axis.group)
+        undo.callback(self.clipping.end)
         is_last = model.is_last
-        self.outputs = LastStageOutputs(module, model.group, is_last=is_last, at_end=self.agreement.hide_gradients)
+        self.outputs = LastStageOutputs(module, model.group, is_last=is_last, at_end=self.clipping.hide_gradients)
         self.outputs.add_first()
         undo.callback(self.outputs.leave)
         undo.enter_context(models_in_stages(module))
@@ -124,10 +120,8 @@ class RunningPipeline:
         reducer = strategy._transport.open(
             strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None, warn=rank_zero_warn
         )
-        strategy._undo.callback(reducer.close)
-        strategy.averaging.compressing = reducer
         control = strategy.metered(strategy.collectives.data.group, "control")
-        strategy.common.buffers, strategy.common.broadcasts_buffers = control, True
+        strategy.reducer, strategy.buffers = reducer, ModuleBuffers(strategy._module, control)
         return DataAxis(reducer, control)
 
     # The user's steps; no collectives
@@ -181,11 +175,13 @@ class RunningPipeline:
         Raises:
             ValueError, PipelineError: as :meth:`.Preparation.prepare`.
         """
-        common = self.strategy.common
-        if common.buffers_due:
-            common.share_buffers()
-        common.buffers_due = not accumulating
-        batch, trainer = self._cut(multiplier), self.model.module.trainer
+        if self.strategy.buffers is not None:
+            self.strategy.buffers.before_step(accumulates=accumulating)
+        trainer = self.model.module.trainer
+        (whole, *others), self.step_args = self.step_args, ()
+        whole = moved(whole, self.options.batch_dim, 0)
+        parts = split_batch(whole, num_micro_batches_of(whole, self.num_micro_batches))
+        batch = TrainingBatch(whole, others, parts, weights_of(parts, self.loss_reduction), multiplier)
         self._preparation.prepare(batch)
         batch.without_gradient = [p for p in self.model.ownership.held() if p.grad is None]
         trainable = self.trainable()  # whether sent tensors have a gradient depends on it
@@ -198,13 +194,6 @@ class RunningPipeline:
         if not accumulating:
             self._reduce_gradients()
         return outputs
-
-    def _cut(self, multiplier: float) -> TrainingBatch:
-        """The batch of the ``training_step`` under way, in micro-batches."""
-        (batch, *others), self.step_args = self.step_args, ()
-        batch = moved(batch, self.options.batch_dim, 0)
-        parts = split_batch(batch, num_micro_batches_of(batch, self.num_micro_batches))
-        return TrainingBatch(batch, others, parts, weights_of(parts, self.loss_reduction), multiplier)
 
     def trainable(self) -> tuple[bool, ...]:
         """Whether each parameter of the module is trained now, the same on all stages; no collective."""
@@ -260,7 +249,7 @@ class RunningPipeline:
         shared = {id(holding.tensor) for holding in common}
         if self.data_axis is not None:
             self.data_axis.average_gradients([p for p in ownership.held() if id(p) not in shared])
-        self.agreement.sums.sum_gradients(common)
+        self.clipping.sums.sum_gradients(common)
         if self.data_axis is not None:
             self.data_axis.average_gradients([p for p in ownership.held() if id(p) in shared])
 
@@ -380,67 +369,3 @@ def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossRedu
     if not callable(loss_reduction):
         return loss_reduction
     return wraps(loss_reduction)(lambda part: loss_reduction(moved(part, 0, batch_dim)))
-
-
-class StageAgreement:
-    """Clips by the norm of all stages' gradients, and skips a step with inf or nan on all stages or on none.
-
-    It replaces methods of the precision plugin and of its gradient scaler until :meth:`end`. Until then it also
-    silences Lightning's advice to log with ``sync_dist=True``: the stages of a pipeline log the same values anyway.
-    """
-
-    def __init__(self, plugin: Precision, model: SplitModel, tensor: TensorGroup | None = None) -> None:
-        self._module = model.module
-        self._ownership = model.ownership
-        self._tensor = tensor  # the ranks that split the layers of this stage
-        self.sums = StageSums(model.group, tensor)
-        hooks = partial(self.gradients_for, "on_before_optimizer_step", "configure_gradient_clipping")
-        self._methods = PluginMethods(plugin, {HOOKS_BEFORE_STEP: hooks}, owned=self._owned, reduce_sum=self.sums.sum)
-        warnings.filterwarnings("ignore", "It is recommended to use `self.log")
-        self._filter: Any = warnings.filters[0]
-        self._shown = ExitStack()
-        self._is_stepping = False
-
-    def end(self) -> None:
-        """Gives the plugin and its scaler their own methods back."""
-        self._methods.end()
-        if self._filter in warnings.filters:
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
-
-    @contextmanager
-    def gradients_for(self, *hooks: str) -> Iterator[None]:
-        """Within the block the gradients are those of one device, if the user's code has one of the hooks.
-
-        Parameters of other stages have gradients too, and split ones are whole: see :class:`.RemoteGradient` and
-        :class:`.SplitParameter`.
-        """
-        if not any(has_hook(hook, self._module) for hook in hooks):
-            yield
-            return
-        remote = remote_gradients(self._ownership, self.sums)
-        with remote, nullcontext() if self._tensor is None else self._tensor.showing(parts=False):
-            yield
-
-    @contextmanager
-    def stepping(self) -> Iterator[None]:
-        """The block in which an optimizer steps."""
-        self.hide_gradients()
-        self._is_stepping = True
-        try:
-            yield
-        finally:
-            self._is_stepping = False
-
-    def show_gradients_until_step(self) -> None:
-        """Shows all gradients to an ``optimizer_step`` of the module that calls the closure itself, and may clip."""
-        if not self._is_stepping:
-            self._shown.enter_context(self.gradients_for("optimizer_step"))
-
-    def hide_gradients(self) -> None:
-        """Ends :meth:`show_gradients_until_step`, if the step or the batch has ended without :meth:`stepping`."""
-        self._shown.close()
-
-    def _owned(self, held: Sequence[Tensor]) -> list[Tensor]:
-        counted = {id(parameter) for parameter in self._ownership.counted()}
-        counts_whole = self._tensor is None or self._tensor.rank == 0
-        return [p for p in held if id(p) in counted and (counts_whole or split_of(p) is not None)]

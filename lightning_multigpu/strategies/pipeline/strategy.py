@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
+from lightning_multigpu.engine.tensor_split.parts import whole_values
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
@@ -41,7 +41,7 @@ from lightning_multigpu.strategies.steps.same_batches import (
     write_no_predictions,
 )
 from lightning_multigpu.strategies.steps.step_logs import uncounted_metrics
-from lightning_multigpu.strategies.tensor_parallel.split_layers import check_patterns, check_uncompiled
+from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, check_patterns, check_uncompiled
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -84,7 +84,7 @@ class PipelineStrategy(MultiGPUStrategy):
             all. By default the ranks whose stages use a parameter hold it. Name the parameters with which hooks
             outside of steps compute on every rank.
         verify_steps: so many steps are computed on the first batch, before it trains, by the pipeline and by one
-            process that has a copy of the model; the run ends if their gradients differ, or if losses and gradients of
+            process that has the whole model; the run ends if their gradients differ, or if losses and gradients of
             micro-batches do not add up to those of the batch. Repeated in the second epoch, and when the loss has a new
             term, or other parameters or optimizers train. 0 compares nothing, and accepts a loss that couples samples.
         batch_dim: the dimension of a training batch's tensors that counts samples; tensors are cut into micro-batches
@@ -105,8 +105,8 @@ class PipelineStrategy(MultiGPUStrategy):
     """
 
     _maps_checkpoints = True
-    tensor_options: Mapping[str, Any] = MappingProxyType({"plan": "auto"})
-    """The options of :class:`TensorSplitStrategy` for the split of the stages' layers, with tensor ranks."""
+    plan: Plan = "auto"
+    """The layers of stages to split over tensor ranks, as for :class:`TensorSplitStrategy`."""
     _transport = GradientTransport(shared_memory=False)
     """How gradients travel between pipelines."""
     _records_stages = False
@@ -207,7 +207,7 @@ class PipelineStrategy(MultiGPUStrategy):
             pipeline_checks.check_callbacks(trainer.callbacks)  # type: ignore[attr-defined]
         if not builds_layers_later(module):
             self._split(module)
-            check_patterns(self.tensor_options["plan"], module)
+            check_patterns(self.plan, module)
 
     def _split(self, module: pl.LightningModule) -> tuple[Chain, Bounds]:
         size = self.pipeline_parallel_size
@@ -245,7 +245,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def teardown(self) -> None:
         if self._running is not None:
-            self._running.agreement.hide_gradients()
+            self._running.clipping.hide_gradients()
         release(map(plain_optimizer, self.optimizers))
         try:
             gathers = self._running is not None and not self.failure_watch.failed
@@ -309,7 +309,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         pipeline, accumulating = self._pipeline, self._accumulating
-        pipeline.agreement.hide_gradients()
+        pipeline.clipping.hide_gradients()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
         multiplier = self.precision_plugin.pre_backward(multiplier, self._module)
@@ -317,17 +317,17 @@ class PipelineStrategy(MultiGPUStrategy):
         with self.steps.weighing(), self._showing_parts(), counting:
             outputs = pipeline.train(multiplier=float(multiplier), accumulating=accumulating)
         pipeline.outputs.of_batch = {**outputs, "loss": outputs["loss"] * float(closure_loss)}
-        with pipeline.agreement.gradients_for("on_after_backward"):
+        with pipeline.clipping.gradients_for("on_after_backward"):
             multiplier = self.precision_plugin.post_backward(multiplier, self._module)
         self.post_backward(multiplier)
         if not accumulating:
-            pipeline.agreement.show_gradients_until_step()
+            pipeline.clipping.show_gradients_until_step()
         return multiplier
 
     @override
     @contextmanager
     def _updating(self) -> Iterator[None]:
-        with self._pipeline.agreement.stepping(), nullcontext() if self._axis is None else self._axis.layers.stepping():
+        with self._pipeline.clipping.stepping(), nullcontext() if self._axis is None else self._axis.layers.stepping():
             yield
 
     @contextmanager
@@ -430,8 +430,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        axis = self._axis
-        return checkpoint if axis is None or not axis.is_split else axis.layers.whole_values(checkpoint)
+        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

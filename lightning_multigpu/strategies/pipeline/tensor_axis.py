@@ -45,13 +45,13 @@ class TensorAxis:
     """
 
     def __init__(self, model: SplitModel, strategy: PipelineStrategy) -> None:
-        options = strategy.tensor_options
-        self.group, self.peers = group, peers = open_tensor_group(strategy, shared_memory=options["shared_memory"])
+        shared_memory = strategy._transport.shared_memory
+        self.group, self.peers = group, peers = open_tensor_group(strategy, shared_memory=shared_memory)
         self._model = model
         model.chain.tensor_group = group
         group.shows_parts = False
         self._proves = strategy.pipeline_options.verify_steps > 0
-        self.layers = SplitLayers(model.module, group, options["plan"])
+        self.layers = SplitLayers(model.module, group, strategy.plan)
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
         peers.broadcast_tensors([tensor.detach() for tensor in held], src=peers.first_rank)

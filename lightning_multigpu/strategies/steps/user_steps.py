@@ -7,27 +7,27 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from lightning_multigpu._lightning_internals import is_compiled
 from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import OwnDraws
+from lightning_multigpu.job.batch_feed import BatchFeed
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-    from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 _SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
 
 
 class UserSteps:
-    """The surroundings of the module's ``training_step`` on this rank.
+    """The surroundings of the module's ``training_step`` on this rank, whose batches ``feed`` gives.
 
     Attributes:
         recomputed: the strategy's ``activation_checkpointing``.
@@ -37,9 +37,10 @@ class UserSteps:
         ValueError: ``recomputed`` is no choice of layers.
     """
 
-    def __init__(self, strategy: MultiGPUStrategy, recomputed: Choice) -> None:
+    def __init__(self, feed: BatchFeed, recomputed: Choice) -> None:
         check_choice(recomputed)
-        self._strategy, self.recomputed = strategy, recomputed
+        self._feed, self.recomputed = feed, recomputed
+        self._recomputed: nn.Module | None = None  # that has the layers
         self._recomputation: Recomputation | None = None
         self._draws = OwnDraws()
         self.weighs = False
@@ -58,41 +59,40 @@ class UserSteps:
                     f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
                     "themselves: compile each layer with layer.compile(), or leave one of the two out"
                 )
-            self._recomputation = Recomputation(module, self.recomputed, warn=rank_zero_warn)
+            self._recomputed, self._recomputation = module, Recomputation(module, self.recomputed)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Within the block backward computes the layers under ``activation_checkpointing`` again."""
-        again = self._recomputation
-        return nullcontext() if again is None else again.installed(self._strategy._module)
+        again, module = self._recomputation, self._recomputed
+        return nullcontext() if again is None or module is None else again.installed(module)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """The block in which the module's ``training_step`` runs on this rank's whole batch."""
-        strategy = self._strategy
+    def running(self, module: pl.LightningModule, device: torch.device, data_rank: int | None) -> Iterator[None]:
+        """The block in which the module's ``training_step`` runs on this rank's whole batch.
+
+        ``data_rank`` is None where ranks train on the same batch, and draw the same random numbers.
+        """
         # After seed_everything all ranks draw the same, so that a layer that a draw leaves out is left out on all of
         # them, as on one device. Samplers draw outside of the block, since ranks need the same order.
-        is_alike = strategy._model_parallel_size > 1 or strategy.data_parallel_rank == 0 or _SEED in os.environ
-        draws = nullcontext() if is_alike else self._draws.drawn(strategy.root_device, strategy.data_parallel_rank)
-        with self.recomputing(), self.weighing(), self._uncounted(), draws:
+        draws = nullcontext() if not data_rank or _SEED in os.environ else self._draws.drawn(device, data_rank)
+        with self.recomputing(), self.weighing(), self._uncounted(module), draws:
             yield
-        strategy.common.values.look()
 
     def weighing(self) -> AbstractContextManager[None]:
         """Within the block :attr:`weighs` is true, unless losses are sums."""
-        return replaced(self, weighs=self._strategy.feed.loss_reduction != "sum")
+        return replaced(self, weighs=self._feed.loss_reduction != "sum")
 
-    def weighted(self, value: Any, reduce_op: Any, group: Any) -> Any:
+    def weighted(self, value: Any, reduce_op: Any, group: Any, weight: float) -> Any:
         """A value that the ranks of the data axis are about to reduce; for a mean, times the weight of this batch."""
         is_mean = self.weighs and group is None and reduce_op in ("mean", "avg", ReduceOp.AVG)
         is_weighed = is_mean and isinstance(value, Tensor) and value.is_floating_point()
-        return value * self._strategy.loss_scale if is_weighed else value
+        return value * weight if is_weighed else value
 
     @contextmanager
-    def _uncounted(self) -> Iterator[None]:
+    def _uncounted(self, module: pl.LightningModule) -> Iterator[None]:
         """Within the block logs and metrics do not count if the present batch is a repeated one."""
-        if self._strategy.feed.counts:
+        if self._feed.counts:
             yield
             return
-        module = self._strategy._module
         with uncounted_metrics(module), uncounted_logs(module):
             yield

@@ -11,9 +11,8 @@ from typing_extensions import override
 from lightning_multigpu.communication.compression import Compressor, make_compressor
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
-from lightning_multigpu.strategies.tensor_parallel.split_layers import check_plan
+from lightning_multigpu.strategies.tensor_parallel.split_layers import Plan, check_plan
 
 _SIZES = ("data_parallel_size", "pipeline_parallel_size", "tensor_parallel_size")
 
@@ -39,11 +38,11 @@ class HybridStrategy(PipelineStrategy):
             the rest.
         pipeline_parallel_size: ranks of a pipeline that have different layers.
         tensor_parallel_size: ranks that split the same layers; they have to be on one host.
-        pipeline: options of :class:`PipelineStrategy`, such as ``{"schedule": "interleaved", "balance": "time"}``.
-        tensor: the option of :class:`TensorSplitStrategy` about the split: ``{"plan": ...}``.
+        plan: the layers to split, as for :class:`TensorSplitStrategy`.
         compression: compress the gradients that pipelines on different hosts exchange, as for :class:`RingDDPStrategy`.
         shared_memory: let ranks of one host reduce gradients, and the sums within split layers, through shared memory.
-        options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
+        options: options of :class:`PipelineStrategy` and of
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
         ValueError: an option is out of its range; the sizes do not make the ranks; a tensor group would span
@@ -56,58 +55,30 @@ class HybridStrategy(PipelineStrategy):
         data_parallel_size: int | None = None,
         pipeline_parallel_size: int | None = None,
         tensor_parallel_size: int | None = None,
-        pipeline: Mapping[str, Any] | None = None,
-        tensor: Mapping[str, Any] | None = None,
+        plan: Plan = "auto",
         compression: str | Mapping[str, Any] | Compressor | None = None,
         shared_memory: bool = True,
         **options: Any,
     ) -> None:
-        # The command line, which reads this code, passes False and 0.
-        checkpointed = options.pop("activation_checkpointing", False)
-        verified = options.pop("verify_steps", 0)
-        for name, value in (("activation_checkpointing", checkpointed), ("verify_steps", verified)):
-            if value:
-                raise ValueError(f"{name}={value!r}: it is an option of the pipeline; pass pipeline={{'{name}': ...}}")
         option_checks.check_bools(shared_memory=shared_memory)
+        if tensor_parallel_size is not None:
+            option_checks.check_number("tensor_parallel_size", tensor_parallel_size, whole=True)
+        check_plan(plan)
+        self.plan = plan
         self._asked = (data_parallel_size, pipeline_parallel_size, tensor_parallel_size)
-        for name, size in zip(_SIZES, self._asked, strict=True):
-            if size is not None:
-                option_checks.check_number(name, size, whole=True)
-        for name, given in (("pipeline", pipeline), ("tensor", tensor)):
-            if not isinstance(given, Mapping | None):
-                raise ValueError(f"{name}={given!r} is no mapping; pass options by their names: {name}={{...}}")
-        pipeline, tensor = dict(pipeline or {}), dict(tensor or {})
-        of_pipeline = option_checks.own_options(PipelineStrategy, {})
-        option_checks.check_options("pipeline=", pipeline, of_pipeline.keys() - set(_SIZES))
-        option_checks.check_options("tensor=", tensor, ["plan"])
-        self._pipeline_given, self._tensor_given = pipeline, tensor
-        self.pipeline_options = PipelineOptions(**{**of_pipeline, **pipeline})
-        self.tensor_options = {"plan": "auto", **tensor, "shared_memory": shared_memory}
-        check_plan(self.tensor_options["plan"])
         self._transport = GradientTransport(
             compressor=None if compression is None else make_compressor(compression),
             shared_memory=shared_memory,
         )
-        # The command line follows this call to find the options: past PipelineStrategy, whose options are in pipeline=.
-        super(PipelineStrategy, self).__init__(**options)
-
-    @classmethod
-    @override
-    def option_names(cls) -> list[str]:
-        of_pipeline = option_checks.options_of(PipelineStrategy, eval_str=False).keys() - set(_SIZES)
-        return [name for name in super().option_names() if name not in of_pipeline]
+        super().__init__(
+            data_parallel_size=data_parallel_size, pipeline_parallel_size=pipeline_parallel_size, **options
+        )
 
     @property
     @override
     def options(self) -> dict[str, Any]:
-        of_pipeline = vars(self.pipeline_options)
-        return {
-            **{name: value for name, value in super().options.items() if name not in of_pipeline},
-            **dict(zip(_SIZES, self._asked, strict=True)),
-            "pipeline": self._pipeline_given or None,
-            "tensor": self._tensor_given or None,
-            **self._transport.options,
-        }
+        sizes = dict(zip(_SIZES, self._asked, strict=True))
+        return {**super().options, **sizes, "plan": self.plan, **self._transport.options}
 
     # The mesh
 
@@ -146,9 +117,9 @@ class HybridStrategy(PipelineStrategy):
                 f"tensor_parallel_size={tensor}: a host has {self.num_processes} ranks, and every split layer would "
                 f"wait for the network between hosts; pass a divisor of {self.num_processes}"
             )
-        if tensor == 1 and self.tensor_options["plan"] != "auto":
+        if tensor == 1 and self.plan != "auto":
             raise ValueError(
-                f"tensor={self.options['tensor']!r} with tensor_parallel_size=1: no layer is split; leave it out, or "
+                f"plan={self.plan!r} with tensor_parallel_size=1: no layer is split; leave it out, or "
                 "pass tensor_parallel_size=2"
             )
         if self._transport.compressor is not None and data == 1:

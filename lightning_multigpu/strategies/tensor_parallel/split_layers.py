@@ -6,41 +6,37 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial, wraps
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.hugging_face import saving_whole
 from lightning_multigpu.engine.optimizer_state import held_states
+from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
     Block,
     find_blocks,
-    find_pairs,
     kind_of,
     planned_blocks,
 )
-from lightning_multigpu.engine.tensor_split.derived_values import make_whole_on_all, whole_values
 from lightning_multigpu.engine.tensor_split.layers import is_linear
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, place, user_line
-from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
+from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, user_line
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.placement.table import split_of as shards_of
-from lightning_multigpu.planning.numbers import size
 from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -55,9 +51,6 @@ Plan = Literal["auto"] | Mapping[str, str]
 
 _STYLES = ("column", "row", "vocab", "head")
 
-_SMALLEST_SHARE = 0.1
-"""Of the parameters' bytes; "auto" warns of a module of which less is split."""
-
 
 def check_plan(plan: Plan) -> None:
     """Checks the option ``plan``."""
@@ -69,22 +62,15 @@ def check_plan(plan: Plan) -> None:
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
-    """Checks that each pattern of the option ``plan`` decides the split of a layer of the module."""
+    """Checks that each pattern of the option ``plan`` matches a module."""
     names = dict(module.named_modules())
-    for number, (pattern, style) in enumerate([] if plan == "auto" else plan.items()):
-        matched = [name for name in names if fnmatchcase(name, pattern)]
-        if not matched:
+    for pattern, style in () if plan == "auto" else plan.items():
+        if not any(fnmatchcase(name, pattern) for name in names):
             layers = {kind_of([n]) for n, part in names.items() if is_linear(part) or isinstance(part, Embedding)}
             near = ", ".join(map(repr, get_close_matches(pattern, layers, cutoff=0.0))) or "none that can be split"
             raise ValueError(
                 f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
                 f"layers: {near}. Change the pattern, or leave it out"
-            )
-        earlier = list(plan)[:number]
-        if all(any(fnmatchcase(name, other) for other in earlier) for name in matched):
-            raise ValueError(
-                f"plan: {{{pattern!r}: {style!r}}} changes nothing, as earlier patterns match all of its modules, "
-                f"{matched[0]!r} for example; put it before them, or leave it out"
             )
 
 
@@ -136,7 +122,6 @@ class SplitLayers:
         self._module = module
         self._group = group
         self._plan = plan
-        self._state_hooks: list[RemovableHandle] = []
         self._gathered: set[str] = set()
         self._update = ExitStack()
         group.on_gather = self._note
@@ -158,7 +143,7 @@ class SplitLayers:
         held = held_bytes(module.parameters(), optimizers)
         proof = SplitProof(step, rtol=rtol) if proves else None
         trials = Trials(step)
-        trials.run(self._blocks, *([partial(find_pairs, module)] if self._plan == "auto" else []))
+        trials.run(self._blocks)
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
         rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
         plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), held, ranks)
@@ -197,13 +182,6 @@ class SplitLayers:
                 f"what computes on parts. {reasons or 'It has found none of these'}. Name layers yourself: "
                 "TensorSplitStrategy(plan={'*.first': 'column', '*.second': 'row'}), or use strategy='ring_ddp'"
             )
-        split, total = sum(each.whole_bytes for each in plan.blocks), plan.one_device.parameters_bytes
-        if self._plan == "auto" and split < _SMALLEST_SHARE * total:
-            rank_zero_warn(
-                f"tensor_split splits {size(split)} of the {size(total)} of parameters, less than a tenth: name more "
-                "layers by plan={'*.first': 'column', '*.second': 'row'}, or use strategy='ring_ddp', or "
-                "'pipeline_1f1b' to save memory"
-            )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Raises ValueError for an optimizer that may need whole tensors, and gets parts."""
@@ -225,9 +203,6 @@ class SplitLayers:
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None
-        for hook in self._state_hooks:
-            hook.remove()
-        self._state_hooks = []
         for optimizer in optimizers:
             states = held_states(plain_optimizer(optimizer))
             for key, state in states.items():
@@ -238,21 +213,8 @@ class SplitLayers:
                 make_whole(parameter, self._whole(parameter, parameter.data, name))
         for _, applied in reversed(self.split):
             applied.restore()
-        if not make_whole_on_all(self._group):
-            rank_zero_warn(
-                "the ranks of a tensor group have kept different values of split weights, which stay in parts: run the "
-                "same hooks on all ranks, or keep trainer.strategy.whole(tensor)"
-            )
 
     # Checkpoints
-
-    def whole_values(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """A checkpoint with whole tensors for parts that user code has put into it; a collective of the tensor group.
-
-        Raises:
-            RuntimeError: the ranks' checkpoints have different parts.
-        """
-        return whole_values(checkpoint, self._group)
 
     @_of_parts
     def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -297,26 +259,6 @@ class SplitLayers:
         """A parameter's state for who reads it now; the optimizer's own step reads parts."""
         is_step = not torch._C._is_torch_function_enabled()
         return state if is_step or self._group.shows_parts else state_of(parameter, state)
-
-    @_of_parts
-    def cut_copy(self, copy: Module, gathers: Callable[[], bool]) -> None:
-        """Cuts a copy of the module to this rank's parts, until :meth:`make_whole`; its ``state_dict()`` is whole.
-
-        ``gathers`` returns whether all ranks of the group call ``state_dict()`` now, so that they can gather it.
-        """
-        own: dict[str, Any] = dict(self._module.named_parameters(remove_duplicate=False))
-
-        def gather(_: Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-            for name, parameter in own.items() if gathers() else ():
-                with self._group.showing(parts=True):
-                    state[prefix + name] = self._whole(parameter, local(state[prefix + name]), name)
-
-        for name, parameter in copy.named_parameters():
-            split = split_of(own[name])
-            if split is not None:
-                parameter.data = split.part(parameter.data, self._group.rank)
-                place(parameter, own[name].placed)
-        self._state_hooks.append(copy.register_state_dict_post_hook(gather))  # type: ignore[no-untyped-call]
 
     def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         return {

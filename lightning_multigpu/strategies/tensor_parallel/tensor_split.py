@@ -5,11 +5,10 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -19,21 +18,19 @@ from torch.utils._pytree import tree_map
 from torchmetrics.utilities.distributed import gather_all_tensors
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import averaged_copy, plain_optimizer
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.step_state import other_random_states, torch_random_states
 from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole
+from lightning_multigpu.engine.tensor_split.parts import whole, whole_values
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.averaged_gradients import AveragedGradients
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.steps.dry_run import rounding, traceless, unlogged_loss
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -58,7 +55,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
+class TensorSplitStrategy(RingDDPStrategy):
     """Tensor parallel training: each rank holds and computes a part of each large layer, of the same batch.
 
     The layers are split on the first training batch, where ``training_step`` computes on parts of tensors; see
@@ -85,7 +82,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             an optimizer needs whole tensors, or split layers have other gradients than whole ones.
     """
 
-    @option_checks.takes_options_of(RingDDPStrategy)
+    name_with_spawn = None
+
     def __init__(
         self,
         *,
@@ -101,16 +99,13 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
             if size is not None:
                 option_checks.check_number(name, size, whole=True)
         check_plan(plan)
-        averaging = option_checks.own_options(RingDDPStrategy, options)
-        self.averaging = AveragedGradients(self, averaging, options)
-        if (compressor := self.averaging.transport.compressor) is not None:
+        super().__init__(**options)
+        if (compressor := self._transport.compressor) is not None:
             raise ValueError(
                 f"compression={compressor!r}: parameters that the ranks of a tensor group hold alike would drift "
                 "apart, compressed with other parts on each rank; leave it out, or use "
                 "HybridStrategy(pipeline_parallel_size=1, compression=...)"
             )
-        options = {name: value for name, value in options.items() if name not in averaging}
-        super().__init__(**self.averaging.lightnings_options, **options)
         self._asked_sizes = tensor_parallel_size, data_parallel_size
         self._plan: Plan = plan
         self._verify_steps = verify_steps
@@ -134,8 +129,9 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         return tensor or max(1, self.num_nodes * self.num_processes // (data or 1))
 
     @property
-    def _is_split(self) -> bool:
-        return self._layers is not None and self._layers.split is not None
+    def _split_layers(self) -> SplitLayers | None:
+        """The layers, once they are split."""
+        return None if self._layers is None or self._layers.split is None else self._layers
 
     # Setting up
 
@@ -177,10 +173,10 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     def model_to_device(self) -> None:
         super().model_to_device()
         module = self._module
-        self.common.share_values(self.collectives.world)
+        self._share_values(self.collectives.world)
         first = self.global_rank - self.tensor_parallel_rank
         hosts = {rank // self.num_processes for rank in (first, first + self.tensor_parallel_size - 1)}
-        shared_memory = self.averaging.transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
+        shared_memory = self._transport.shared_memory and len(hosts) == 1  # emulated hosts have one /dev/shm
         self._tensor, self._peers = open_tensor_group(self, shared_memory=shared_memory)
         self._tensor.shows_parts = False
         self._layers = SplitLayers(module, self._tensor, self._plan)
@@ -197,7 +193,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def _setup_model(self, model: Module) -> Any:
         if self.data_parallel_size > 1:
-            self.averaging.open()
+            self._open()
         return model  # DDP's buckets are made of the parts, once layers are split
 
     @override
@@ -225,9 +221,9 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
         if self._tensor is not None:
             self._tensor.shows_parts = True
         module = self.lightning_module
-        if self._is_split and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
-            assert self._layers is not None
-            self._layers.make_whole(self.optimizers)
+        layers = self._split_layers
+        if layers is not None and module is not None and module.trainer.state.status == TrainerStatus.RUNNING:
+            layers.make_whole(self.optimizers)
         self._undo.close()
         self._tensor = self._peers = self._layers = None
         super().teardown()
@@ -259,12 +255,9 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
                 proves=self._verify_steps > 0,
             )
         self._split_plan = plan
-        for copy in filter(None, map(averaged_copy, module.trainer.callbacks)):  # type: ignore[attr-defined]
-            self.collectives.world.broadcast_tensors([*copy.parameters(), *copy.buffers()], src=0)
-            self._layers.cut_copy(copy, lambda: self._is_split and self.saves.gathers)
         rank_zero_info(summary(plan))
-        if self.averaging.reducer is not None:
-            self.model = self.averaging.wrap(module)
+        if self.reducer is not None:
+            self.model = self._wrapped(module)
 
     @override
     def split_plan(self) -> SplitPlan | None:
@@ -275,7 +268,7 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         self._agree_on_random_states()
-        if not self._is_split:
+        if self._split_layers is None:
             self._decide(*args, *kwargs.values())
         return tree_map(whole, super().training_step(*args, **kwargs))
 
@@ -293,8 +286,8 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def _check_new(self, optimizers: Sequence[Optimizer]) -> None:
         super()._check_new(optimizers)
-        if self._layers is not None and self._is_split:
-            self._layers.check_optimizers(optimizers)
+        if (layers := self._split_layers) is not None:
+            layers.check_optimizers(optimizers)
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -312,20 +305,13 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
 
     # Evaluation
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, step: str, *args: Any, **kwargs: Any) -> Any:
         self._agree_on_random_states()
-        return tree_map(whole, super().validation_step(*args, **kwargs))
+        return tree_map(whole, getattr(super(), step)(*args, **kwargs))
 
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._agree_on_random_states()
-        return tree_map(whole, super().test_step(*args, **kwargs))
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._agree_on_random_states()
-        return tree_map(whole, super().predict_step(*args, **kwargs))
+    validation_step = partialmethod(_evaluate, "validation_step")
+    test_step = partialmethod(_evaluate, "test_step")
+    predict_step = partialmethod(_evaluate, "predict_step")
 
     def whole(self, tensor: Tensor) -> Tensor:
         """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
@@ -350,23 +336,22 @@ class TensorSplitStrategy(MultiGPUStrategy, DDPStrategy):
     @property
     @override
     def _needs_others(self) -> bool:
-        return self._is_split
+        return self._split_layers is not None
 
     @override
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
-        layers = self._layers if self._is_split else None
+        layers = self._split_layers
         return state if layers is None else layers.whole_state_dict(state)
 
     @override
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         self._watch_states()
-        found, layers = super()._whole_state(optimizer), self._layers if self._is_split else None
+        found, layers = super()._whole_state(optimizer), self._split_layers
         return found if layers is None else layers.whole_optimizer_state(optimizer, found)
 
     @override
     def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        layers = self._layers if self._is_split else None
-        return checkpoint if layers is None else layers.whole_values(checkpoint)
+        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
 
 def _checksum_of_random_states(device: torch.device) -> int:

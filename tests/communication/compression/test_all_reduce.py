@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, make_compressor
-from lightning_multigpu.communication.ring import sent_elements
 from tests.communication.shared import own_errors
 from tests.world import World, init_group
 
@@ -96,23 +95,6 @@ def test_what_was_sent_and_what_is_kept_is_what_was_given(world: World, average:
         assert kept.norm() > 0
 
 
-def _repeat(name: str, num_steps: int) -> Tensor:
-    reduce = engine(name)
-    total = torch.zeros(NUMEL)
-    for _ in range(num_steps):
-        total += reduce(gradients(0, dist.get_rank()), "a", average=True)
-        reduce.end_step()
-    return total / num_steps
-
-
-def test_with_error_feedback_results_approach_what_was_given(world2: World) -> None:
-    expected = mean_of([gradients(0, rank) for rank in range(2)])
-    after_10 = (world2.run(_repeat, "int8", 10)[0] - expected).norm()
-    after_100 = (world2.run(_repeat, "int8", 100)[0] - expected).norm()
-    assert after_100 < after_10 / 4
-    assert after_100 < 0.2 * expected.norm()
-
-
 def _steps_with_one_bad(name: str, bad: float | None, where: int, who: int) -> list[Tensor]:
     """Five steps of two tensors each, in one of which a rank gives a number that is not finite: the results of all, the
     errors that are kept, and the step count."""
@@ -166,19 +148,16 @@ def _bytes(name: str) -> tuple[int, int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "isend", counting)
         reduce(tensor, "a", average=True)
-    counted = reduce.total_sent_bytes, reduce.total_ring_bytes
     reduce.end_step()
     assert torch.equal(before, torch.get_rng_state())
-    return announced, handed, *counted
+    return announced, handed
 
 
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_bytes_are_exact_and_the_random_state_is_left_alone(world: World, name: str) -> None:
     n = world.num_ranks
     results = world.run(_bytes, name)
-    for rank, (announced, handed, counted, uncompressed) in enumerate(results):
-        assert announced == handed == counted
-        assert uncompressed == 4 * sent_elements(NUMEL, rank, n)
+    assert all(announced == handed for announced, handed in results)
     if name == "bf16":
         assert sum(result[0] for result in results) == 2 * 2 * (n - 1) * NUMEL
 

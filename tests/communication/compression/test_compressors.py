@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Int8
+from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Int8, make_compressor
 
 COMPRESSORS = [Bf16(), Int8(), Int8(chunk_size=1), Int8(chunk_size=7)]
 compressors = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
@@ -93,3 +95,33 @@ def test_int8_of_a_chunk_of_negative_numbers() -> None:
 def test_bf16_keeps_the_range_of_float32() -> None:
     values = torch.tensor([1e38, 1e-38, 70_000.0])
     torch.testing.assert_close(decoded(Bf16(), encoded(Bf16(), values)[0], 3), values, rtol=0.004, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("bf16", Bf16()),
+        ("int8", Int8()),
+        ({"name": "int8", "chunk_size": 64}, Int8(chunk_size=64)),
+        (Int8(64), Int8(chunk_size=64)),
+    ],
+)
+def test_names_and_mappings(setting: Any, expected: Compressor) -> None:
+    assert make_compressor(setting) == expected
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("int4", r"compression='int4' is unknown; use 'bf16', 'int8'"),
+        (8, r"compression=8 is unknown"),
+        ({"rank": 4}, r"is unknown"),
+        ({"name": "int8", "chunk": 4}, r"unexpected keyword argument 'chunk'"),
+        ({"name": "int8", "chunk_size": 0}, r"chunk_size=0: .*integer of 1 or more"),
+        ({"name": "int8", "chunk_size": 1.5}, r"chunk_size=1\.5: "),
+        ({"name": "int8", "chunk_size": True}, r"chunk_size=True: "),
+    ],
+)
+def test_wrong_settings_are_named(setting: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_compressor(setting)

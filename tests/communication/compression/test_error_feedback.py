@@ -24,15 +24,6 @@ def test_errors_come_back_in_the_next_step_scaled() -> None:
     assert (leave(feedback, "a", 0, 0), leave(feedback, "b", 0)) == ([0, 4.5], [2.5])
 
 
-def test_a_step_that_is_not_accepted_leaves_everything_as_it_was() -> None:
-    feedback = ErrorFeedback()
-    leave(feedback, "a", 1, 2)
-    feedback.end_step(accept=True)
-    leave(feedback, "a", float("nan"), 0)
-    feedback.end_step(accept=False)
-    assert leave(feedback, "a", 0, 0) == [1, 2]
-
-
 def test_a_tensor_that_does_not_come_or_has_another_size_begins_anew() -> None:
     """Buckets that torch makes anew; those of before would stay in memory."""
     feedback = ErrorFeedback()

@@ -53,7 +53,7 @@ class Worker:
         self.optimizer.step()
 
     def next_batch(self, num_batches: int, epoch: int = 0) -> int | None:
-        return self.connections.next_batch(epoch=epoch, first=0, num_batches=num_batches, limit=None)
+        return self.connections.next_batch(epoch, first=0, num_batches=num_batches)
 
     @property
     def now(self) -> list[Tensor]:
@@ -97,7 +97,7 @@ def test_updates_follow_each_other_in_the_order_in_which_they_come(
         both[1].remote.transport.pull()
         assert_equal(both[1].now, expected)
         assert both[0].remote.transport.version == both[1].remote.transport.version == len(order)
-        staleness = both[0].connections.statistics().staleness
+        staleness = both[0].connections.staleness()
     assert staleness == {0: Counter({0: 2, 1: 2}), 1: Counter({2: 1, 1: 1})}
 
 
@@ -153,13 +153,13 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
     with workers(num_servers=2) as (first, second):
         for parameter, gradient in zip(second.parameters, gradients(7, 1), strict=True):
             parameter.grad = gradient
-        second.remote.transport._push(second.remote.transport._buckets[0])
+        second.remote.transport._push(second.remote.transport._parts[0])
         vanish(second.connections)
         updates = [gradients(step, 0) for step in range(3)]
         for update in updates:
             first.step(update)
         assert_equal(first.now, on_one_device(sgd, updates)[0])
-        wait_until(lambda: bool(first.connections.statistics() and first.connections.lost))
+        wait_until(lambda: bool(first.connections.staleness() is not None and first.connections.lost))
         assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
 
 
@@ -167,52 +167,24 @@ def test_the_job_ends_with_worker_0() -> None:
     with workers() as (first, second):
         vanish(first.connections)
         with pytest.raises(PairEndedError, match="has ended"):
-            second.connections.begin_training()
-
-
-OTHER = "worker 1 has other parameters, or another optimizer"
+            second.connections.exchange("start", awaited="first")
 
 
 def test_a_worker_with_another_model_is_sent_away_and_the_others_go_on() -> None:
     with workers(begin=False) as (first, other):
         first.begin()
         other.optimizer = optim.AdamW(other.parameters)
-        with pytest.raises(PairEndedError, match=OTHER):
+        with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer"):
             other.begin()
         first.step(gradients(0, 0))
         assert_equal(first.now, on_one_device(sgd, [gradients(0, 0)])[0])
 
 
-def unfreeze(worker: Worker) -> None:
-    worker.optimizer.add_param_group({"params": worker.parameters[1:], "lr": 0.05})
-    worker.step(gradients(2, 0))
-
-
-def test_parameters_that_come_later_come_at_each_workers_own_time() -> None:
-    """As when a backbone is unfrozen in the second epoch: one worker is there before worker 0, another long after."""
-    with workers(lambda groups: sgd(groups[:1]), num_workers=3) as (first, early, late):
-        waiting = early.aside(unfreeze, early)
-        late.step(gradients(0, 0))
-        first.step(gradients(1, 0))
-        assert are_waiting(waiting), "it waits for worker 0's weights"
-        unfreeze(first)
-        waiting.result(20)
-        late.step(gradients(3, 0))  # it knows the first group only
-        unfreeze(late)
-        expected = [p.detach() for p in weights()]
-        for step, known in [(0, 1), (1, 1), (2, 3), (2, 3), (3, 1), (2, 3)]:
-            for p, rate, g in list(zip(expected, [0.1, 0.05, 0.05], gradients(step, 0), strict=True))[:known]:
-                p -= rate * g
-        assert_equal(late.now, expected)
-
-
-def test_training_may_end_before_parameters_come() -> None:
-    with workers(lambda groups: sgd(groups[:1])) as (first, early):
-        waiting = early.aside(unfreeze, early)
-        assert are_waiting(waiting)
-        first.connections.stop_training(epoch=0, at_once=True)
-        with pytest.raises(PairEndedError, match=OTHER):
-            waiting.result(20)
+def test_parameters_that_come_later_are_refused() -> None:
+    with workers(lambda groups: sgd(groups[:1])) as (first, _):
+        first.optimizer.add_param_group({"params": first.parameters[1:]})
+        with pytest.raises(ValueError, match=r"has got other parameters while training runs.*use strategy='sync_ps'"):
+            first.step(gradients(0, 0))
 
 
 def test_a_hook_that_changes_weights_is_refused_and_a_checkpoint_is_sent() -> None:
@@ -246,7 +218,7 @@ def test_the_first_worker_clears_the_state() -> None:
 
 def taken(queue: BatchQueue, *by: int, epoch: int = 0) -> list[int | None]:
     """The batches that workers get, one after the other."""
-    return [queue.next(worker, epoch, first=0, num_batches=4) for worker in by]
+    return [queue.next(worker, epoch, 0, 4) for worker in by]
 
 
 class TestBatchQueue:
@@ -255,6 +227,7 @@ class TestBatchQueue:
         assert taken(queue, 1, 0, 1, 0, 1, 0) == [0, 1, 2, 3, None, None]
         assert taken(queue, *[1] * 5, epoch=1) == [0, 1, 2, None, None], "a worker goes on with the next epoch"
         assert taken(queue, 0, epoch=1) == [3]
+        assert queue.next(0, 2, 3, 4) == 3, "the epoch begins with the first batch that is left"
 
     def test_what_a_worker_gives_back_or_loses_goes_to_others(self) -> None:
         queue = BatchQueue()
@@ -262,57 +235,18 @@ class TestBatchQueue:
         queue.give_back(1, 0)
         assert taken(queue, 0, 1, 1) == [0, 1, 3]
         queue.trained(1, 0, 3)
+        assert queue.others_have(0, 0)
         assert queue.lose(1) == 1
+        assert not queue.others_have(0, 0)
         assert taken(queue, 0, 0) == [1, None]
-
-    def test_worker_0_gets_a_batch_of_each_epoch_of_a_run_that_is_limited(self) -> None:
-        """Others took all batches of the run, and worker 0 never validated."""
-        queue = BatchQueue()
-        queue.left = 5
-        assert taken(queue, 1, 1, 1, 1) + taken(queue, 1, epoch=1) == [0, 1, 2, None, None]
-        assert (queue.is_over(1, 1), queue.is_over(0, 0)) == (True, False)
-        assert taken(queue, 0, 0) + taken(queue, 0, epoch=1) == [3, None, 0]
-        assert queue.is_over(0, 1)
-
-    def test_a_run_takes_what_a_lost_worker_had_though_it_takes_no_more(self) -> None:
-        queue = BatchQueue()
-        queue.left = 4
-        assert taken(queue, 0, 1) + taken(queue, 1, epoch=1) + taken(queue, 0) == [0, 1, 0, 2]
-        queue.trained(0, 0, 2)
-        assert taken(queue, 0) == [None]
-        assert queue.may_return(0, 0), "as worker 1 has one of this epoch, and one of the next"
-        queue.trained(1, 0, 1)
-        assert queue.may_return(0, 0)
-        queue.lose(1)
-        assert not queue.may_return(0, 0)
-        assert not queue.is_over(0, 0)
-        assert taken(queue, 0, 0, epoch=1) == [0, None]
-        assert queue.is_over(0, 1)
-
-    def test_a_run_ends_with_an_epoch_and_begins_within_one(self) -> None:
-        queue = BatchQueue()
-        queue.end_with(0)
-        assert queue.next(0, 0, first=3, num_batches=4) == 3
-        assert taken(queue, 1, epoch=1) == [None]
-        assert (queue.is_over(0, 0), queue.is_over(0, 1)) == (False, True)
-
-    def test_epochs_that_all_are_done_with_are_forgotten(self) -> None:
-        queue = BatchQueue()
-        for epoch in range(100):
-            for number, worker in enumerate((1, 0)):
-                assert taken(queue, worker, epoch=epoch) == [number]
-                queue.trained(worker, epoch, number)
-        assert taken(queue, 2, epoch=98) == [None], "a worker that comes late goes on with the epoch of the others"
-        queue.trained(1, 5, 0)
-        queue.give_back(1, 5)
-        assert len(queue._epochs) == 1
 
 
 def test_an_epoch_and_the_end_of_training() -> None:
-    """Worker 0 waits for the others' batches; the others wait for its last message, and get no batch after it."""
+    """Worker 0 waits for the others' batches; the others wait for its last message."""
     with workers() as (first, second):
-        started = second.aside(second.connections.begin_training)
-        first.connections.begin_training()
+        started = second.aside(second.connections.exchange, "start", None, "first")
+        assert are_waiting(started)
+        first.connections.exchange("start", awaited="first")
         started.result(20)
         assert (first.next_batch(2), second.next_batch(2)) == (0, 1)
         first.connections.trained(0, 0)
@@ -320,36 +254,23 @@ def test_an_epoch_and_the_end_of_training() -> None:
         assert are_waiting(last)
         second.connections.trained(0, 1)
         assert last.result(20) is None
-        stopped = first.aside(first.connections.stop_training, epoch=0, at_once=True)
-        wait_until(lambda: bool(second.connections.statistics()) and second.connections.is_stopped)
+        first.connections.exchange("stop")
+        ended = first.aside(first.connections.exchange, "end", None, "all")
         assert second.next_batch(2) is None
-        assert are_waiting(stopped), "the other has not come to the end"
-        told = second.aside(second.connections.end_training, {})
-        stopped.result(20)
+        assert second.connections.is_stopped
+        assert are_waiting(ended), "the other has not come to the end"
+        second.connections.exchange("end")
+        told = second.aside(second.connections.exchange, "last word", None, "first")
+        ended.result(20)
         assert not told.done()
         end = {"metrics": {"loss": torch.tensor(2.0)}, "best": "a.ckpt"}
-        first.connections.end_training(end)
-        assert told.result(20) == end
-
-
-def test_a_batch_is_asked_for_ahead() -> None:
-    """Its answer waits until it is wanted, beside other answers; one of an epoch that was given back is dropped."""
-    with workers() as (first, second):
-        first.connections.begin_training()
-        of_epoch: dict[str, Any] = {"epoch": 0, "first": 0, "num_batches": 4, "limit": None}
-        first.connections.ask_ahead(**of_epoch)
-        first.connections.statistics()
-        assert (second.next_batch(4), first.next_batch(4)) == (1, 0)
-        first.connections.ask_ahead(**of_epoch)
-        first.connections.give_back(0)
-        assert first.next_batch(4, epoch=1) == 0
-        assert [second.next_batch(4) for _ in range(3)] == [0, 2, 3]
+        first.connections.exchange("last word", end)
+        assert told.result(20) == [end]
 
 
 def test_worker_0_trains_on_what_a_worker_loses_late() -> None:
     """Worker 0 was told that there were no more batches while the other had some, and these were then nobody's."""
     with workers(max_staleness=1, num_servers=2) as (first, second):
-        first.connections.begin_training()
         assert [worker.next_batch(3) for worker in (first, second, second)] == [0, 1, 2]
         waiting = first.aside(first.next_batch, 3)
         for step in range(3):  # a worker that waits holds nobody back

@@ -19,6 +19,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.averaging import average_gradients
 from lightning_multigpu.engine.parameter_server.host_transport import EarlyCopies, HostTransport
+from lightning_multigpu.placement.gradient_kinds import as_dense
 from lightning_multigpu.placement.owned_step import OwnedStep, Update
 from tests.engine.parameter_server.updates import (
     DecayingSGD,
@@ -119,6 +120,13 @@ def test_states_that_ranks_have_not_changed_alike(world4: World) -> None:
         "in optimizer.state of SGD, and all ranks together 4: make",
         lambda: changed_alone((0, 1, 2, 1)[rank()]),
     )
+
+
+def test_sparse_gradients_of_an_optimizer_that_updates_rows_are_refused() -> None:
+    gradient = torch.eye(3).to_sparse()
+    assert torch.equal(as_dense(gradient, optim.SGD(weights(), lr=0.1)), torch.eye(3))
+    with pytest.raises(ValueError, match="SparseAdam has sparse gradients, which owners update as dense ones"):
+        as_dense(gradient, optim.SparseAdam(weights()))
 
 
 def test_gradients_are_copied_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

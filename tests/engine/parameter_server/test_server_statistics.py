@@ -4,25 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics, summary
-
-
-def counted(steps: int, staleness: dict[int, dict[int, int]]) -> ServerStatistics:
-    full = {
-        "bytes_in": 10 * steps,
-        "bytes_out": 20 * steps,
-        "staleness": {worker: Counter(found) for worker, found in staleness.items()},
-    }
-    empty = {"bytes_in": 1, "bytes_out": 2, "staleness": {}}
-    return ServerStatistics.of([empty, full])
-
-
-def test_counts_of_an_interval_are_those_since_the_last() -> None:
-    before = counted(4, {0: {0: 3}})
-    fresh = counted(10, {0: {0: 3, 1: 2}, 1: {4: 1}}).since(before)
-    assert fresh.bytes_in == [0, 60]
-    assert fresh.bytes_out == [0, 120]
-    assert fresh.staleness == {0: Counter({1: 2}), 1: Counter({4: 1})}
+from lightning_multigpu.engine.parameter_server.server_statistics import summary
 
 
 def test_a_summary_of_counts_is_that_of_the_numbers() -> None:

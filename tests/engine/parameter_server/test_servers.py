@@ -29,8 +29,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.averaging import average_gradients
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError
-from lightning_multigpu.engine.parameter_server.rooms import Room
+from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError, Room
 from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
@@ -101,7 +100,7 @@ def vanish(servers: Servers) -> None:
 def end(pairs: Iterable[Pair]) -> None:
     for pair in pairs:
         vars(pair).pop("requests", None)
-        vars(pair).pop("_tensors", None)
+        vars(pair).pop("tensors", None)
         pair._expected = None
     gc.collect()
 
@@ -205,8 +204,8 @@ def test_unusual_steps() -> None:
 
 def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a worker that shares memory with the server, and by one that does not."""
-    push, in_memory = Room.push, (0,)
-    monkeypatch.setattr(Room, "push", lambda room: (time.sleep(0.05), push(room)))
+    send, in_memory = Room.send, (0,)
+    monkeypatch.setattr(Room, "send", lambda room: (time.sleep(0.05), send(room))[1])
     torch.manual_seed(0)
     whole = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))).double()
     x = torch.randn(5, 8, dtype=torch.float64)
@@ -223,8 +222,8 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
                     before = [p.detach().clone() for p in model.parameters()]
                     optimizer.zero_grad()
                     model(x * (worker + 1)).square().sum().backward()
-                    pushed = [bucket.pushed is not None for bucket in remote.transport._buckets]
-                    assert pushed == [True] * 2, "each bucket is two layers, and backward has all gradients"
+                    pushed = [part.pushed is not None for part in remote.transport._parts]
+                    assert pushed == [True] * 2, "each part is two layers, and backward has all gradients"
                     own = [scale * p.grad for p in model.parameters() if p.grad is not None]
                     if scale != 1.0:  # changed after it was pushed: it has to be pushed again
                         for parameter, gradient in zip(model.parameters(), own, strict=True):
@@ -284,15 +283,19 @@ def test_an_optimizer_that_changes_values_of_its_groups_is_refused() -> None:
 
 
 def test_frozen_parameters_do_not_travel() -> None:
-    with job(num_workers=1) as found, found.connections(0) as connections:
+    meter = Meter()
+    with job(num_workers=1) as found, found.connections(0, meter) as connections:
         frozen, trained = nn.Parameter(torch.ones(50), requires_grad=False), nn.Parameter(torch.ones(3))
-        optimizer = optim.SGD([trained, frozen], lr=1.0)
-        server_step(optimizer, connections, bucket_bytes=40, split="tensors")
+        optimizer = optim.SGD([frozen, trained], lr=1.0)
+        server_step(optimizer, connections, bucket_bytes=12)
         for _ in range(2):
             trained.grad = torch.ones(3)
             optimizer.step()
-        assert connections.statistics().bytes_out == [2 * trained.nbytes]
+        meter.end_step()
         assert trained.tolist() == [-1.0] * 3
+    meter.flush()
+    [step] = meter.steps
+    assert [totals.size_bytes for totals in step.operations] == [2 * trained.nbytes] * 2
 
 
 class Fails(optim.SGD):
@@ -335,7 +338,7 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
     limits: dict[Any, float] = {}
     monkeypatch.setattr(looking.Connections, "cut_silent", lambda self, limit_s: limits.update({self: limit_s}))
     with job(num_workers=1) as found, found.connections(0) as connections:
-        connections.statistics()  # the server is there
+        connections.staleness()  # the server is there
         owner = connections if looking is servers_module else found.servers[0]
         wait_until(lambda: owner._connections in limits)
         assert limits[owner._connections] == 20.0

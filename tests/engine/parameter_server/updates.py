@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import Tensor, nn, optim
@@ -120,53 +119,6 @@ def on_one_device(make: Make, updates: Updates | None = None) -> tuple[list[Tens
     return found, optimizer.state_dict()
 
 
-def sparse_gradient(step: int, number: int) -> Tensor:
-    """Three rows of the first weight, one of them of zeros."""
-    generator = torch.Generator().manual_seed(100 * step + number)
-    rows = torch.randperm(7, generator=generator)[:3]
-    values = torch.randn(3, 5, generator=generator, dtype=torch.float64)
-    values[0] = 0.0
-    return torch.sparse_coo_tensor(rows[None], values, (7, 5), check_invariants=True)
-
-
-def sparse_steps(number: int = 0, serve: Serve | None = None) -> Tensor:
-    """Those of one device, or of one of two ranks, which read the average before every other step.
-
-    SparseAdam updates the moments of each row that a gradient has: a row of zeros counts.
-    """
-    parameter = weights()[0]
-    optimizer = optim.SparseAdam([parameter], lr=0.1)
-    served = serve(optimizer) if serve else None
-    for step in range(STEPS):
-        average = (sparse_gradient(step, 0) + sparse_gradient(step, 1)) / 2
-        parameter.grad = sparse_gradient(step, number) if served else average
-        if served and step % 2:
-            served.average_gradients()
-            assert torch.equal(parameter.grad.coalesce().indices(), average.coalesce().indices())
-        optimizer.step()
-    if served:  # what one rank has dense is dense on one device, which SparseAdam refuses
-        parameter.grad = torch.ones_like(parameter) if number else sparse_gradient(0, 0)
-        served.average_gradients()
-        assert not parameter.grad.is_sparse
-        served.close()
-    return parameter.detach()
-
-
-VALUES: dict[str, Make] = {
-    "rate": lambda groups: optim.Adam(groups, lr=torch.tensor(0.1)),
-    "rate of one dimension": lambda groups: optim.Adam(groups, lr=torch.tensor([0.1])),
-    "betas": lambda groups: optim.Adam(groups, betas=(torch.tensor(0.9), torch.tensor(0.99)), foreach=False),
-    "numpy": lambda groups: optim.Adam(groups, lr=numpy.float32(0.1), weight_decay=numpy.float64(0.1)),
-}
-
-
-def scheduled_steps(name: str, updates: Updates, serve: Serve | None = None) -> list[Tensor]:
-    """Steps of Adam whose values are tensors, or numpy's numbers, which a scheduler changes."""
-    optimizer = VALUES[name](parameters := weights())
-    scheduler = optim.lr_scheduler.LambdaLR(optimizer, lambda step: numpy.float64(0.5) ** step)
-    return steps_of(optimizer, parameters, updates, serve, after_each=scheduler.step)
-
-
 @contextlib.contextmanager
 def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
     """Hooks of every optimizer's step, which note the optimizer."""
@@ -239,26 +191,23 @@ def assert_as_on_one_device(first: Mapping[str, Any], second: Mapping[str, Any])
         assert_equal(found_state["state"], state["state"])
 
 
-def unusual_weights(
-    updates: Updates, calls: list[tuple[Optimizer, str]], number: int = 0, serve: Serve | None = None
-) -> dict[str, Any]:
+def unusual_weights(updates: Updates, calls: list[tuple[Optimizer, str]], serve: Serve | None = None) -> dict[str, Any]:
     """The weights of one device, or of one of two ranks or workers, after steps with something unusual."""
     parameters = weights()
     found: dict[str, Any] = {
         "one updates all": steps_of(NormedSGD(groups_of(parameters), lr=0.1), parameters, updates, serve),
         "hooks": hooked_steps(updates, calls, serve),
-        "sparse": sparse_steps(number, serve),
     }
     parameters = weights()
     optimizer = optim.SGD(groups_of(parameters), lr=0.1, momentum=0.9)
     steps_of(optimizer, parameters[:1], [update[:1] for update in updates], serve)
     found["a group without gradients"] = [p.detach() for p in parameters]
-    return found | {name: scheduled_steps(name, updates, serve) for name in VALUES}
+    return found
 
 
 def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]]) -> dict[str, Any]:
     """What one of two ranks, or workers, gets from steps with something unusual."""
-    found = {"weights": unusual_weights(of_rank(number), calls, number, serve)}
+    found = {"weights": unusual_weights(of_rank(number), calls, serve)}
     optimizer = optim.SGD(groups_of(weights()), lr=0.1, momentum=0.9)
     server = serve(optimizer)
     optimizer.step()

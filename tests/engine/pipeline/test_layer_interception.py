@@ -18,11 +18,9 @@ from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
     LayerInterception,
-    Slot,
     map_only,
     tensors_of,
 )
-from lightning_multigpu.engine.pipeline.stages.stage_messages import Header
 from lightning_multigpu.engine.placeholder import Placeholder
 
 Forward = Callable[["Model", Tensor], Any]
@@ -251,23 +249,3 @@ def test_finds_and_replaces_what_torch_does() -> None:
     for kind in (Tensor, Placeholder):
         replaced = map_only(kind, lambda tensor: ("new", id(tensor)), VALUE)
         assert repr(replaced) == repr(tree_map_only(kind, lambda tensor: ("new", id(tensor)), VALUE))
-
-
-def test_what_travels_is_put_back_in_its_place() -> None:
-    structure = (Slot(1), Pair([Slot(0)], None))
-    assert map_only(Slot, lambda slot: 10 + slot.index, structure) == (11, Pair([10], None))
-
-
-def test_headers_differ_where_activations_do() -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    header = Header.of(Activations.of((x, {"mask": torch.ones(2, dtype=torch.bool)})))
-    assert header == Header.of(Activations.of((x * 2, {"mask": torch.zeros(2, dtype=torch.bool)})))
-    mask = {"mask": torch.ones(2, dtype=torch.bool)}
-    others: list[Any] = [
-        (x[:1], mask),
-        (x.detach(), mask),
-        (x, {"mask": torch.ones(2)}),
-        (x, {"keep": mask["mask"]}),
-        x,
-    ]
-    assert all(header != Header.of(Activations.of(other)) for other in others)

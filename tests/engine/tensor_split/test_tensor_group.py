@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_multigpu.communication.ring import chunk_bounds
 from tests.engine.tensor_split.shared import counts, tensor_group
 from tests.world import World
 
@@ -18,7 +19,7 @@ BIG = (1 << 20) // 8  # float64 of 1 MiB
 
 def _collectives(shared_memory: bool, alone: bool) -> None:
     with tensor_group(shared_memory=shared_memory) as (group, _), group.alone() if alone else contextlib.nullcontext():
-        whole, bounds = torch.arange(30.0).view(2, 5, 3), group.bounds(5)
+        whole, bounds = torch.arange(30.0).view(2, 5, 3), chunk_bounds(5, group.size)
         start, stop = bounds[group.rank]
         total = group.rank + 1 if alone else group.size * (group.size + 1) / 2
         assert torch.equal(group.all_reduce(whole * (group.rank + 1), ""), whole * total)

@@ -34,7 +34,6 @@ class Job:
         first_rank: int = 0,
         failure_timeout_s: float = 4.0,
         hang_report_s: float | None = None,
-        directory: Path | None = None,
     ) -> None:
         self.guardian = Guardian.start(
             num_ranks=len(statements),
@@ -42,8 +41,6 @@ class Job:
             hang_report_s=hang_report_s,
         )
         address = self.guardian.address
-        if directory is not None:
-            statements = tuple(f"client.report_to({str(directory)!r})\n{text}" for text in statements)
         self.ranks = [start_rank(rank, text, address) for rank, text in enumerate(statements, first_rank)]
 
     def __enter__(self) -> Job:

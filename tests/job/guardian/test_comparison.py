@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.job.guardian.hang.comparison import View, hang_report, mismatch
 from lightning_multigpu.job.guardian.hang.flight_recorder import AWAITED, ENDED, UNDER_WAY, Entry
+from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch, View, hang_report, mismatch
 from lightning_multigpu.job.guardian.protocol import decode, encode
 
 
@@ -39,26 +39,17 @@ IN_WORLD, BEHIND_IN_WORLD = entry("world barrier 9"), entry("world barrier 8", E
         pytest.param(
             [view(0, own="all_reduce"), view(1)], ["Rank 1 never came to all_reduce."], id="the user's own"
         ),
-        pytest.param(
-            [*(view(rank, own="all_gather") for rank in (0, 1)), view(2)],
-            ["No rank is known to be missing in all_gather: messages may be slow or lost."],
-            id="the user's own, of a group",
-        ),
-        pytest.param(
-            [view(0, WAITS), view(1, entry("data all_reduce 119", ENDED))],
-            ["No rank is known to be missing in all_reduce #118 of group data: messages may be slow or lost."],
-            id="one has gone on",
-        ),
+        pytest.param([*(view(rank, own="all_gather") for rank in (0, 1)), view(2)], [], id="own, of a group"),
+        pytest.param([view(0, WAITS), view(1, entry("data all_reduce 119", ENDED))], [], id="one has gone on"),
         pytest.param(
             [view(0, entry("pipeline recv 3")), view(1, entry("pipeline recv 2", ENDED))],
-            ["No rank is known to be missing in recv #3 of group pipeline: messages may be slow or lost."],
+            [],
             id="messages to one rank count too",
         ),
         pytest.param(
             [view(0, entry("data all_reduce 5", ranks="0-2:2")), view(1, entry("data all_reduce 5", ranks="1-3:2")),
              view(3, entry("data all_reduce 4", ENDED, ranks="1-3:2"))],
-            ["All_reduce #5 of group data has members of which nothing is known: rank 2.",
-             "Rank 3 never came to all_reduce #5 of group data."],
+            ["Rank 3 never came to all_reduce #5 of group data."],
             id="groups of one name",
         ),
         pytest.param(
@@ -110,7 +101,6 @@ def test_ranks_that_never_came(views: list[View], expected: list[str]) -> None:
             id="the user's own messages: a slow third rank ended the run",
         ),
         pytest.param([view(0, WAITS), view(1, BEHIND)], [], id="one works, and may come"),
-        pytest.param([view(0, WAITS), view(1, IN_WORLD, gone="has ended")], [], id="one has ended"),
         pytest.param(
             [view(0, entry("a barrier 2", ranks="0,1")), view(1, entry("b barrier 2", ranks="1,2")), view(2)],
             [],
@@ -131,23 +121,20 @@ def test_ranks_in_different_collectives(views: list[View], expected: list[tuple[
 
 
 def test_the_table_shows_first_who_does_not_wait() -> None:
-    views = [view(0, WAITS), view(1, BEHIND, place=""), view(2, gone="has finished", place="")]
+    views = [view(0, WAITS), view(1, BEHIND, place=""), view(2)]
     lines = hang_report({view.rank: view for view in views}, waited_s=63.4, limit_s=60).splitlines()
     assert [line.split()[:5] for line in lines[2:]] == [
         ["rank", "host", "pid", "step", "waits"],
         ["1", "node1", "43", "117", "-"],
-        ["2", "node1", "44", "117", "has"],
+        ["2", "node1", "44", "117", "-"],
         ["0", "node1", "42", "117", "all_reduce"],
     ]
     assert lines[3].endswith("does not answer: it is stopped, or in C code that holds Python's lock")
     assert lines[5].endswith("all_reduce #118 of group data for 63 s  train.py:0 in step")
-    many = {rank: view(rank, entry("data all_reduce 3", ranks="0-16383")) for rank in range(40)}
-    text = hang_report(many, waited_s=63, limit_s=60)
-    assert "and 8 more ranks" in text
-    assert "has members of which nothing is known: 16344 ranks" in text
-    assert len(text) < 10_000
 
 
 def test_a_view_travels_between_hosts() -> None:
     sent = view(3, *[entry(f"{'g' * 20}{i} all_reduce 5", ranks="0-62:2") for i in range(28)], place="\0" * 160)
-    assert View.from_message(decode(encode("view", view=sent))["view"]) == sent
+    watch: Any = HangWatch(None, None, None, None)  # type: ignore[arg-type]
+    watch.receive("host", decode(encode("views", views=[sent] * 24, quiet=[(3, 1.0)])), 5.0)
+    assert watch._of_others["host"] == ({3: 4.0}, {3: sent})

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -17,11 +16,9 @@ from tests.job.guardian.job import WORK, Job, eventually, is_alive, line_of, sta
 pytestmark = pytest.mark.launch
 
 
-def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     works = "client.flight_recorder.completed(120); print('x', flush=True); told.wait(60)"
-    with Job(WORK, works, directory=tmp_path) as job:
+    with Job(WORK, works) as job:
         assert line_of(job.ranks[1]) == "x\n"
         job.ranks[1].kill()
         printed = job.ends(1, -signal.SIGKILL)
@@ -29,16 +26,10 @@ def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(
         assert f"told: {what} was ended by SIGKILL" in printed[0]
     err = capfd.readouterr().err
     assert err == f"The job failed: {what} was ended by SIGKILL\n", "once, and as the last thing"
-    (file,) = tmp_path.iterdir()
-    assert file.name == f"failure-{os.uname().nodename}.txt"
-    heading, _, text = file.read_text().partition("\n")
-    assert text == err
-    assert heading.startswith(time.strftime("%Y-%m-%d ")), "a later run may find it"
-    assert f"1 (pid {job.ranks[1].pid})" in heading
 
 
 def test_a_rank_that_hangs_on_its_way_to_the_others(capfd: pytest.CaptureFixture[str]) -> None:
-    joins = "client.joining(0.5); client.joined(); " + WORK
+    joins = "client.joining(0.5); client.joining(None); " + WORK
     with Job(joins, "client.joining(0.5); time.sleep(60)", failure_timeout_s=2.0) as job:
         job.ends(1, -signal.SIGKILL)
     err = capfd.readouterr().err
@@ -56,9 +47,7 @@ def test_after_leaving_an_exit_status_means_nothing(capfd: pytest.CaptureFixture
 def test_who_does_not_end_when_told_is_killed(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("time.sleep(60)", "os._exit(3)", failure_timeout_s=2.0) as job:
         job.ends(-signal.SIGKILL, 3)
-    err = capfd.readouterr().err
-    assert f"rank 0 (pid {job.ranks[0].pid})" in err
-    assert err.splitlines()[-1].startswith("The job failed: rank 1 (")
+    assert capfd.readouterr().err.startswith("The job failed: rank 1 (")
 
 
 def test_a_job_that_is_paused_as_a_whole_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,18 +73,6 @@ def test_the_end_of_the_guardian_is_told_and_ends_the_ranks() -> None:
             assert f"the guardian (pid {job.guardian.pid}) has ended" in text
 
 
-def test_a_stopped_guardian_is_resumed(capfd: pytest.CaptureFixture[str]) -> None:
-    """By its ranks, of which one is killed meanwhile, and by the last one when it leaves."""
-    with Job(WORK, "time.sleep(60)", failure_timeout_s=2.0) as job:
-        os.kill(job.guardian.pid, signal.SIGSTOP)
-        job.ranks[1].kill()
-        assert "was ended by SIGKILL" in job.outcome()[1][0]
-    with Job("told.wait(0.1); client.leave()") as job:
-        os.kill(job.guardian.pid, signal.SIGSTOP)
-        job.ends(0)
-    assert capfd.readouterr().err.count("The job failed") == 1
-
-
 def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureFixture[str]) -> None:
     with Job("time.sleep(0.5); client.leave()") as job:
         assert os.getpgid(job.guardian.pid) == os.getpgid(0), "it sees Ctrl-C"
@@ -110,20 +87,18 @@ def test_the_word_of_a_rank_that_raises_comes_before_its_exit_status(capfd: pyte
     with Job(WORK, fails) as job:
         printed = job.ends(1, 1)
         assert "raised OwnError: spoilt" in printed[0]
-        assert "told" not in printed[1], "it knows"
     err = capfd.readouterr().err
     assert err.startswith("Traceback: ...\nThe job failed: rank 1")
 
 
-RAISES = "told.wait(60); client.may_print(); client.rest(); "
+RAISES = "told.wait(60); client.rest(); "
 
 
-def test_a_program_that_catches_the_exception_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_program_that_catches_the_exception_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     """It may go on for longer than a failed job has."""
-    with Job(f"{RAISES}time.sleep(2.5); sys.exit(1)", "os._exit(3)", directory=tmp_path, failure_timeout_s=2.0) as job:
+    with Job(f"{RAISES}time.sleep(2.5); sys.exit(1)", "os._exit(3)", failure_timeout_s=2.0) as job:
         job.ends(1, 3)
     assert capfd.readouterr().err == ""
-    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_failure_is_shown_once_with_the_advice_of_the_first_rank(capfd: pytest.CaptureFixture[str]) -> None:
@@ -168,7 +143,6 @@ def test_what_has_been_started_is_watched_before_it_introduces_itself(status: in
     guardian.ended(1, child.returncode)
     printed = rank.communicate("go\n", timeout=60)[0]
     assert "rank 1" in printed
-    when = "before it joined the run" if status == 0 else ""
-    assert f"ended with exit status {status} {when}".rstrip() in printed
+    assert f"ended with exit status {status}" in printed
     assert eventually(lambda: not is_alive(guardian.pid))
     guardian.stop()

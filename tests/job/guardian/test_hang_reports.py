@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.job.guardian.hang import hang_watch
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, FlightRecorder
 from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.proc import RUNNING, STOPPED
@@ -78,19 +77,17 @@ class Watched:
             SimpleNamespace(rank=rank, slot=rank, process=process, finished=False, lost_since_s=None)
             for rank in range(2)
         )
-        hosts: Any = SimpleNamespace(is_first=True, send=lambda kind: [])
-        self.watch = HangWatch(limit_s, known, memory, hosts, self.ask)
-
-    def ask(self, look: int) -> None:
-        for rank in self.ranks if self.answers else ():
-            rank.answer(look)
+        hosts: Any = SimpleNamespace(is_first=True)
+        self.watch = HangWatch(limit_s, known, memory, hosts)
 
     def until(self, end_s: float) -> str | None:
         """Observes once a second; returns the failure that has been found."""
         while self.now_s < end_s:
             self.now_s += 1
+            for rank in self.ranks if self.answers else ():
+                rank.note_line()
             if (found := self.watch.observe(self.now_s)) is not None:
-                return found.failure.what
+                return found.what
         return None
 
 
@@ -130,11 +127,11 @@ def test_two_looks_show_ranks_in_different_collectives(capfd: pytest.CaptureFixt
     watched, text = Watched(), "ranks have called different collectives, and cannot go on: rank 0 "
     note = watched.ranks[0].began("all_reduce", group="data", ranks="0-1")
     watched.ranks[1].began("barrier", group="world", ranks="0-1")
-    assert watched.until(12) is None
+    assert watched.until(11) is None
     assert headings(capfd) == [], "no report before the second look"
     note.ended()
     watched.ranks[0].began("all_reduce", group="data", ranks="0-1")
-    assert watched.until(13) is None
+    assert watched.until(12) is None
     found = watched.until(40) or ""
     assert found.startswith(f"{text}all_reduce #2 of group data (")
     assert ", rank 1 barrier #1 of group world (" in found
@@ -165,31 +162,12 @@ def test_a_pause_of_the_whole_job_is_no_wait(paused: str, capfd: pytest.CaptureF
     assert headings(capfd) == []
 
 
-def test_ranks_have_three_seconds_to_answer(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_cannot_note_where_it_is(capfd: pytest.CaptureFixture[str]) -> None:
     watched = Watched()
     watched.answers = False
     watched.ranks[0].began("all_reduce", group="data", ranks="0-1")
-    watched.until(14)
-    assert capfd.readouterr().err == ""
     watched.until(16)
     assert capfd.readouterr().err.count("does not answer") == 2
-
-
-def test_a_rank_that_answers_late_on_a_busy_machine_is_named_with_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The guardian had waited 0.4 s by the clock, most of them for a core, and told no place."""
-    watched, pauses = Watched(), []
-    watched.ranks[0].began("barrier", group="world", ranks="0-1")
-    watched.answers = False
-
-    def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        watched.answers = len(pauses) > 2
-        watched.ask(1)
-
-    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(sleep=sleep))
-    (line,) = watched.watch.last_waits(failed=1, now_s=8.0)
-    assert re.fullmatch(r"rank 0 waited in barrier #1 of group world for 0\.\d s, \S+:\d+ in \S+", line)
-    assert len(pauses) == 3
 
 
 def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -199,30 +177,10 @@ def test_what_the_others_waited_in_when_a_rank_failed(tmp_path: Path, capfd: pyt
         job.outcome()
     lines = capfd.readouterr().err.splitlines()
     patterns = [
-        r"Meanwhile rank 0 waited in all_reduce #1 of group data for \d\.\d s, \S+:\d+ in <module>",
+        r"Meanwhile rank 0 waited in all_reduce #1 of group data for \d\.\d s",
         r"Meanwhile rank 1 waited in broadcast #1 of group data for \d\.\d s",
         r"The job failed: rank 2 .*",
     ]
     assert len(lines) == len(patterns), lines
     for pattern, line in zip(patterns, lines, strict=True):
         assert re.fullmatch(pattern, line), line
-
-
-def test_a_failing_rank_lets_a_guardian_that_takes_its_time_look(capfd: pytest.CaptureFixture[str]) -> None:
-    """It cut its groups before the waits were read: here the guardian is stopped for a while."""
-    stops = "import threading; time.sleep(0.3); os.kill(client.guardian_pid, 19); "
-    goes_on = "threading.Timer(1.0, os.kill, (client.guardian_pid, 18)).start(); "
-    fails = "client.failed(Failure('raised', 1)); print('seen', flush=True); os._exit(1)"
-    with Job(NOTE.format(operation="all_reduce") + WORK, stops + goes_on + fails, failure_timeout_s=20) as job:
-        assert job.outcome()[1][-1] == "seen\n"
-    assert "Meanwhile rank 0 waited" in capfd.readouterr().err
-
-
-def test_another_host_says_what_its_ranks_waited_in(capfd: pytest.CaptureFixture[str]) -> None:
-    waits = NOTE.format(operation="all_reduce") + "told.wait(60) and time.sleep(1); sys.exit(1)"
-    with two_hosts("time.sleep(1); os._exit(3)", waits) as (one, two):
-        one.ends(3)
-        two.ends(1)
-    lines = capfd.readouterr().err.splitlines()
-    assert any(line.startswith("Meanwhile rank 1 waited in all_reduce #1 of group data") for line in lines), lines
-    assert sum(line.startswith("The job failed: rank 0") for line in lines) == 2, "a line of each host"

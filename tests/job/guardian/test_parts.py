@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
-from lightning_multigpu.job.guardian import protocol
+from lightning_multigpu.job.guardian.blocking import done_within, print_text
 from lightning_multigpu.job.guardian.failure import MAX_TRACEBACK, MAX_WHAT, Failure
 from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, parse_stat, read_stat
 from lightning_multigpu.job.guardian.protocol import MAX_LINE_BYTES, Connection, ProtocolError, decode, encode
-from lightning_multigpu.job.guardian.ranks import Ranks
+from lightning_multigpu.job.guardian.ranks import Ranks, Shutdown
 from tests.job.guardian.job import eventually
 
 
@@ -84,12 +86,11 @@ def test_the_longest_failure_fits_into_a_message(char: str) -> None:
     """One of many emojis did not: in place of the user's error came that of a message that is too long."""
     text = char * 200_000
     failure = Failure(f"start{text}", 1, text, 2, 3, f"{text}end", error_type=text, message=f"start{text}")
-    told = Failure.from_message(decode(encode("failure", failure=failure.to_message()))["failure"])
+    told = Failure(**decode(encode("failure", failure=failure.to_message()))["failure"])
     assert (told.rank, told.pid, told.step) == (1, 2, 3)
     assert [len(text) for text in (told.what, told.message, told.traceback)] == [MAX_WHAT, MAX_WHAT, MAX_TRACEBACK]
     assert told.what.startswith("start")
     assert told.traceback.endswith("end")
-    encode("waited", lines=[char * 200] * 64)  # the limits of HangWatch.last_waits
 
 
 def test_a_program_may_have_any_name() -> None:
@@ -110,7 +111,6 @@ def test_the_states_of_a_process(sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.wait()
     assert watched.state() == ENDED
     assert watched.exit_code() == -signal.SIGKILL
-    watched.kill()
     watched.close()
     with pytest.raises(ProcessLookupError):
         WatchedProcess(sleeper.pid)
@@ -125,41 +125,6 @@ def test_a_later_process_with_the_same_pid_is_another_one(sleeper: subprocess.Po
     assert watched.state() == ENDED
     watched.kill()
     assert sleeper.poll() is None, "not the one that was watched"
-
-
-def test_a_process_that_cannot_be_looked_at_is_what_it_was(sleeper: subprocess.Popen[bytes]) -> None:
-    """At EMFILE, ENFILE and ENOMEM: healthy ranks were taken for dead."""
-    watched = WatchedProcess(sleeper.pid)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
-    try:
-        with pytest.raises(OSError, match="Too many open files"):
-            read_stat(sleeper.pid)
-        assert watched.state() == RUNNING
-        sleeper.kill()
-        assert eventually(lambda: watched.state() == ENDED), "its pidfd tells"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    assert watched.state() == ENDED
-    watched.close()
-
-
-def test_a_guardian_without_a_descriptor_left_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who has connected stays at the listener, which is ready at once again."""
-    pauses: list[float] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
-        listener.setblocking(False)
-        monkeypatch.setattr(time, "sleep", pauses.append)
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
-        try:
-            assert list(protocol.accepted(listener)) == []
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-        assert len(pauses) == 1
-        for accepted in protocol.accepted(listener):
-            accepted.close()
-        assert len(pauses) == 1, "nor does it wait otherwise"
 
 
 class FakeProcess:
@@ -196,7 +161,12 @@ def test_a_rank_may_be_stopped_for_a_while(ranks: Any) -> None:
     _set(ranks, 1, STOPPED)
     assert [ranks.observe(now) for now in (10.0, 15.0)] == [None, None]
     found = ranks.observe(15.1)
-    assert (found.failure.rank, found.since_s) == (1, 10.0)
+    assert (found.rank, found.age_s) == (1, pytest.approx(5.1))
+
+
+def test_a_failure_that_was_found_late_leaves_less_time() -> None:
+    shutdown = Shutdown(Failure("is silent", age_s=5.0), 100.0, 10.0, [])
+    assert [shutdown.is_late(now) for now in (103.9, 104.1)] == [False, True]
 
 
 def test_the_guardians_own_pause_gives_everyone_a_fresh_allowance(ranks: Any) -> None:
@@ -222,7 +192,7 @@ def test_when_all_are_stopped_nobody_waits_unless_there_are_other_hosts(ranks: A
 def test_of_two_ends_the_signal_comes_first(ranks: Any) -> None:
     _set(ranks, 0, ENDED, 1)
     _set(ranks, 1, ENDED, -9)
-    assert ranks.observe(1.0).failure.rank == 1
+    assert ranks.observe(1.0).rank == 1
 
 
 def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: Any) -> None:
@@ -231,24 +201,54 @@ def test_the_word_of_the_parent_counts_where_the_kernel_keeps_no_status(ranks: A
     rank.reported_exit_code = 0
     assert ranks.observe(1.5) is None, "its last message may be on its way"
     rank.reported_exit_code = 3
-    assert "ended with exit status 3" in ranks.observe(1.6).failure.what
+    assert "ended with exit status 3" in ranks.observe(1.6).what
     rank.finished = True
     _set(ranks, 1, ENDED, None)
     assert ranks.observe(2.0) is None
-    assert "unknown exit status" in ranks.observe(3.1).failure.what
+    assert "unknown exit status" in ranks.observe(3.1).what
 
 
-def test_who_starts_a_rank_may_have_started_only_its_parent(ranks: Any) -> None:
-    """A wrapper such as numactl starts the rank; what it says first counts, whatever its parent says later."""
-    more = Ranks(2, stopped_limit_s=5.0)
-    more.add(0, 500, introduced=False)
-    rank = more.add(0, 501)
-    assert (rank.process.pid, rank.slot, len(more)) == (501, 0, 1)
-    rank.finished = True
-    assert more.add(0, 500, introduced=False) is rank
-    assert rank.finished
-    with pytest.raises(ValueError, match="rank 0 is the process 501 already"):
-        more.add(0, os.getpid())
-    assert more.add(1, 502, introduced=False) is more.add(1, 502)
-    with pytest.raises(ValueError, match="rank 1 is the process 502 already"):
-        more.add(1, os.getpid())
+def test_a_rank_is_one_process(ranks: Any) -> None:
+    assert ranks.add(0, 100) is ranks.get(0)
+    with pytest.raises(ValueError, match="rank 0 is the process 100 already"):
+        ranks.add(0, os.getpid())
+    with pytest.raises(ValueError, match=r"rank 2 .* is one too many"):
+        ranks.add(2, os.getpid())
+
+
+def test_a_thread_that_cannot_be_started_ends_no_guardian(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """At pids.max of a container: the guardian ended, and all ranks with it."""
+
+    def refuse(thread: threading.Thread) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert not done_within(1.0, lambda: None)
+    print_text("shown")
+    assert capfd.readouterr().err == "shown"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_terminal_that_nobody_reads_does_not_stop_the_guardian(is_terminal: bool) -> None:
+    """Its standard error is a pipe that is full, or a terminal that has room for a few bytes only: select is ready."""
+    read, write = os.openpty() if is_terminal else os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while os.write(write, b"x" * 64):
+            pass
+    while is_terminal and not select.select([], [write], [], 0.05)[1]:
+        os.read(read, 64)
+    os.set_blocking(write, True)
+    saved = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        since_s = time.monotonic()
+        print_text("text" * 100)
+        assert time.monotonic() - since_s < 5
+    finally:
+        os.dup2(saved, 2)
+        for descriptor in (saved, write, read):
+            os.close(descriptor)
+    assert eventually(lambda: not any(t.name == "guardian-may-block" for t in threading.enumerate()))

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.job.guardian import host_links as hosts_module
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.host_links import Hosts
-from lightning_multigpu.job.guardian.protocol import Connection, encode
+from lightning_multigpu.job.guardian.protocol import Connection, decode, encode
 
 SECRET = "of the job"
 SILENCE_S = 3.0
@@ -26,7 +25,6 @@ class Node:
         self.node_rank = node_rank
         self.readers: dict[socket.socket, Callable[[], None]] = {}
         self.found: list[str] = []
-        self.met: list[int] = []
         self.hosts = Hosts(
             silence_s=SILENCE_S,
             watch=self.readers.__setitem__,
@@ -39,7 +37,7 @@ class Node:
         return peer.connection
 
     def neighbours(self) -> list[int | None]:
-        return sorted(peer.node_rank or 0 for peer in self.hosts._known())
+        return sorted(peer.node_rank or 0 for peer in self.hosts.connected())
 
 
 class Network:
@@ -56,10 +54,18 @@ class Network:
         for node in self.nodes[1:]:
             self.join(node)
 
-    def join(self, node: Node, secret: str = SECRET) -> None:
-        sock, node_rank = socket.create_connection(self.listener.getsockname()), node.node_rank
-        node.hosts.join(sock, node_rank=node_rank, secret=secret, now_s=self.now_s, on_met=lambda: node.met.append(1))
+    def join(self, node: Node, secret: str = SECRET, sock: socket.socket | None = None) -> Any:
+        """Does what a rank does for its guardian; returns the answer of node 0."""
+        sock = sock or socket.create_connection(self.listener.getsockname())
+        sock.send(encode("hello", secret=secret, node_rank=node.node_rank, host=host_name()))
         self.deliver()
+        with sock.makefile("rb", buffering=0) as file:
+            answer = decode(file.readline())
+        if answer["kind"] == "welcome":
+            node.hosts.join(sock, node_rank=node.node_rank, host=answer["host"], now_s=self.now_s)
+        else:
+            sock.close()
+        return answer
 
     def deliver(self) -> None:
         """Reads until nothing more comes; loopback delivers at once."""
@@ -81,8 +87,8 @@ class Network:
             for node in self.nodes:
                 found = node.hosts.observe(self.now_s)
                 if found is not None:
-                    node.found.append(found.failure.describe())
-                    node.hosts.send_failure(found.failure, found.since_s)
+                    node.found.append(found.describe())
+                    node.hosts.send("failure", failure=found.to_message())
             self.deliver()
 
     def cut(self, one: int, other: int) -> None:
@@ -107,7 +113,6 @@ def name(node_rank: int) -> str:
 def test_all_know_node_0_and_nobody_listens_any_more(three: Network) -> None:
     """A listener that stayed open all run was there for strangers only."""
     assert [node.neighbours() for node in three.nodes] == [[1, 2], [0], [0]]
-    assert [node.met for node in three.nodes] == [[], [1], [1]]
     assert three.listener.fileno() == -1
     three.go_on(60)
     assert [node.found for node in three.nodes] == [[], [], []]
@@ -122,44 +127,26 @@ def test_a_cut_is_named_by_both_ends_and_the_others_are_told(three: Network) -> 
     assert second == first
 
 
-def test_hosts_that_are_silent_together_are_named_together(three: Network) -> None:
-    for other in (1, 2):
-        three.cut(0, other)
-    three.go_on(6)
-    expected = f"{name(0)} has received nothing from {name(1)} and {name(2)} for"
-    assert three.nodes[0].found[0].startswith(expected), "both, because it may be this host's own fault"
-    for other in (1, 2):
-        assert f"has received nothing from {name(0)} for" in three.nodes[other].found[0]
-
-
 def test_a_failure_and_its_age_reach_all(three: Network) -> None:
-    three.nodes[2].hosts.send_failure(Failure("was ended by SIGKILL", rank=5, host="h"), three.now_s - 2)
+    failure = Failure("was ended by SIGKILL", rank=5, host="h", age_s=2.0)
+    three.nodes[2].hosts.send("failure", failure=failure.to_message())
     three.deliver()
     for node in three.nodes[:2]:
         found: Any = node.hosts.observe(three.now_s)
-        assert found.failure.describe() == "rank 5 (host h) was ended by SIGKILL"
-        assert found.since_s == pytest.approx(three.now_s - 2)
-        node.hosts.send_failure(found.failure, found.since_s)  # node 0 passes it on
+        assert found.describe() == "rank 5 (host h) was ended by SIGKILL"
+        assert found.age_s == 2.0
+        node.hosts.send("failure", failure=found.to_message())  # node 0 passes it on
         three.deliver()
 
 
 def test_what_a_host_says_before_it_ends_counts_more_than_its_end(three: Network) -> None:
-    three.nodes[1].hosts.send_failure(Failure("was ended by SIGKILL", rank=1, host="h"), three.now_s)
+    three.nodes[1].hosts.send("failure", failure=Failure("was ended by SIGKILL", rank=1, host="h").to_message())
     three.nodes[1].hosts.close()
     # What is sent now comes back as an error.
     for _ in range(3):
         three.nodes[0].connection_to(1).send("alive")
     three.go_on(1)
     assert three.nodes[0].found[0] == "rank 1 (host h) was ended by SIGKILL"
-
-
-def test_a_guardian_that_ends_is_named(three: Network) -> None:
-    three.nodes[1].hosts.close()
-    three.deliver()
-    three.go_on(0.5)
-    three.go_on(0.5)
-    for node in (0, 2):
-        assert three.nodes[node].found[0].startswith(f"the guardian of {name(1)} has ended, or its connection to")
 
 
 @pytest.mark.parametrize(
@@ -175,49 +162,26 @@ def test_a_guardian_that_ends_is_named(three: Network) -> None:
 def test_one_that_does_not_belong_to_the_job_is_refused(node_rank: int, secret: str, why: str) -> None:
     """One that knew the secret came as node 99 of 2, and was believed."""
     with closing(Network(2, expected=3)) as network:
-        network.nodes.append(stranger := Node(node_rank))
-        network.join(stranger, secret=secret)
-        network.go_on(0.5)
-        (found,) = stranger.found
-        assert found.startswith(f"the guardian of node 0 has refused that of {name(node_rank)}: {why}")
-        assert not stranger.met
+        answer = network.join(Node(node_rank), secret=secret)
+        assert answer["why"].startswith(why)
         assert network.nodes[0].neighbours() == [1]
         assert network.nodes[0].found == [], "a stranger is nobody's loss"
 
 
-def test_strangers_are_nobodys_loss_and_do_not_stay() -> None:
-    with closing(Network(2, expected=3)) as network:
-        address = network.listener.getsockname()
-        with socket.create_connection(address) as loud, socket.create_connection(address) as silent:
-            network.deliver()
-            loud.send(encode("failure", failure=Failure("forged").to_message(), age_s=0))
-            network.go_on(1)
-            assert len(network.nodes[0].hosts._strangers) == 1
-            network.go_on(SILENCE_S + 1)
-            for stranger in (loud, silent):
-                stranger.settimeout(10)
-                received = stranger.recv(1000)
-                assert not received or b"refused" in received
-                assert not received or stranger.recv(1000) == b"", "closed"
-        assert network.nodes[0].hosts._strangers == []
-        assert [node.found for node in network.nodes] == [[], []]
-
-
-def test_a_crowd_of_strangers_keeps_no_host_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who does not introduce itself makes room for others, the oldest first."""
-    monkeypatch.setattr(hosts_module, "_MAX_STRANGERS", 4)
+def test_strangers_are_nobodys_loss_and_keep_no_host_out() -> None:
     with closing(Network(1, expected=2)) as network, ExitStack() as crowd:
-        node = Node(1)
-        for _ in range(20):
-            crowd.enter_context(socket.create_connection(network.listener.getsockname()))
-        sock = socket.create_connection(network.listener.getsockname())
-        network.deliver()
-        assert len(network.nodes[0].hosts._strangers) == 4
-        network.nodes.append(node)
-        node.hosts.join(sock, node_rank=1, secret=SECRET, now_s=network.now_s, on_met=lambda: None)
-        network.deliver()
+        address = network.listener.getsockname()
+        silent = [crowd.enter_context(socket.create_connection(address)) for _ in range(20)]
+        loud = crowd.enter_context(socket.create_connection(address))
+        loud.send(encode("failure", failure=Failure("forged").to_message(), age_s=0) * 100)
+        network.nodes.append(node := Node(1))
+        assert network.join(node)["kind"] == "welcome"
         assert node.neighbours() == [0]
-        assert network.nodes[0].hosts._strangers == [], "nobody is awaited any more"
+        network.go_on(1)
+        loud.settimeout(10)
+        assert b"refused" in loud.recv(1000)
+        assert len(silent) == 20, "the kernel keeps them"
+        assert [node.found for node in network.nodes] == [[], []]
 
 
 def test_the_last_message_of_a_guardian_arrives_although_it_has_left_others_unread() -> None:

@@ -134,7 +134,6 @@ class _Unusual(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.05)
 
 
-@pytest.mark.filterwarnings("ignore:training_step sets self.of_hook")
 def test_unusual_modules() -> None:
     alone, replicated = assert_replicas_train_alike(_Unusual)
     assert replicated.accumulated == alone.accumulated == 6
@@ -286,10 +285,9 @@ class _Keeping(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-def test_attributes_that_a_step_sets_are_the_first_replicas_and_a_warning_names_them() -> None:
+def test_attributes_that_a_step_sets_are_the_first_replicas() -> None:
     module = _Keeping()
-    with pytest.warns(UserWarning, match=r"training_step sets self\.last: under dp only the first replica's value"):
-        train(module, 2)
+    train(module, 2)
     assert torch.equal(module.last, dataset(18).tensors[0][14].double())
 
 

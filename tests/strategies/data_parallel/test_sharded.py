@@ -12,16 +12,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_multigpu import ShardedStrategy
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.strategies import sharded
-from tests.modules import ReadsGradients, ScalesWeights, TwoOptimizers
-from tests.report.shape import assert_follows_schema
+from tests.modules import ReadsGradients, TwoOptimizers
+from tests.report.examples import assert_follows_schema
 from tests.strategies.pipeline.test_configure_model import peak_bytes_of
 from tests.strategies.tasks import (
     Case,
@@ -394,9 +393,7 @@ def test_what_cannot_be_sharded_is_refused(world2: World, name: str) -> None:
     world2.run_raising(error, words, lambda: fit(make(), 2, case, **options))
 
 
-def test_options_are_checked_before_any_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="offload_optimizer=True on CPU: states are in the host's memory anyway"):
-        make_trainer(CASE, ShardedStrategy(offload_optimizer=True), 2)
+def test_without_fairscale_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sharded, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"needs FairScale: pip install .* fairscale==0.4.13"):
         make_trainer(CASE, "ddp_sharded", 2)
@@ -418,35 +415,3 @@ def test_a_checkpoint_that_is_saved_after_the_run(world2: World, tmp_path: Path)
     path = str(tmp_path / "parts.ckpt")
     world2.run_raising(RuntimeError, words, saved_after_the_run, path, gather_at_end=False)
     world2.run_raising(RuntimeError, words, saved_after_the_run, path, gather_at_end=False, evaluates=True)
-
-
-class Offloading(ShardedStrategy):
-    """Offloads on a CPU too, where copies take the way that they would take from a GPU."""
-
-    def _check_offload(self, device_type: str) -> None:
-        pass
-
-
-def offloaded(make: Any, ranks: int, path: str) -> dict[str, Any]:
-    strategy = Offloading(offload_optimizer=True) if ranks > 1 else None
-    looks, module = Looks(), make()
-    case = Case(max_epochs=2)
-    saver = ModelCheckpoint(path, filename=f"of_{ranks}", every_n_train_steps=9)
-    callbacks = [looks, saver, ScalesWeights()]
-    fit_module(module, strategy, ranks, case, callbacks=callbacks, enable_checkpointing=True)
-    strategy, resumed = Offloading(offload_optimizer=True) if ranks > 1 else None, make()
-    fit_module(resumed, strategy, ranks, case, callbacks=[ScalesWeights()], ckpt_path=f"{path}/of_1.ckpt")
-    return {"weights": state(module), "held": looks.held, "resumed": state(resumed)}
-
-
-@pytest.mark.parametrize("make", [partial(Classifier, "adamw"), KINDS[ADAGRAD]], ids=["AdamW", "Adagrad"])
-def test_states_in_the_hosts_memory(make: Any, world2: World, tmp_path: Path) -> None:
-    expected = offloaded(make, 1, str(tmp_path))
-    for result in world2.run(offloaded, make, 2, str(tmp_path)):
-        assert result["held"] == set(), "the device has no states"
-        assert_same_weights(result, expected)
-        assert_same_weights({"weights": result["resumed"]}, expected)
-    states, of_one = (
-        torch.load(tmp_path / name, weights_only=True)["optimizer_states"] for name in ("of_2.ckpt", "of_1.ckpt")
-    )
-    torch.testing.assert_close(states[0]["state"], of_one[0]["state"], rtol=1e-9, atol=1e-11)

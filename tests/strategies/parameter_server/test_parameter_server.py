@@ -19,17 +19,16 @@ from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.callbacks import CommunicationMonitor, RunReport, ThroughputMonitor
 from lightning_multigpu.job import failure_watch
 from tests.modules import Normalised
-from tests.report.shape import assert_follows_schema
+from tests.report.examples import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
     Classifier,
-    assert_same_weights,
     assert_trains_alike,
     dataset,
     fit_module,
     state,
 )
-from tests.world import World, rank
+from tests.world import World
 
 PARAMETER_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8
 CASE = Case(optimizer="adamw", max_epochs=1)
@@ -83,11 +82,7 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
     held = {"parameters_bytes": PARAMETER_BYTES, "gradients_bytes": PARAMETER_BYTES, "optimizer_bytes": 0}
     assert report["memory"] == [{"rank": rank, **held} for rank in range(2)], "states are on the servers"
     servers, workers = report["parameter_servers"]["servers"], report["parameter_servers"]["workers"]
-    shard_bytes = PARAMETER_BYTES // len(servers)
-    for server in servers:
-        for way in ("bytes_in", "bytes_out"):
-            assert server[way] >= report["steps"] * shard_bytes
-            assert 0 < logged[f"parameter_server/{way}/{server['server']}"] < server[way]
+    assert sum(server["weights_bytes"] for server in servers) == PARAMETER_BYTES
     parts = [rank["metrics"]["throughput/samples_per_sec"]["mean"] for rank in report["ranks"]]
     assert report["aggregate"]["metrics"]["throughput/samples_per_sec"]["mean"] == pytest.approx(sum(parts))
     if name == "async_ps":
@@ -101,29 +96,6 @@ def test_figures_of_the_servers_are_logged_and_reported(world2: World, tmp_path:
         assert len(servers) == 2
         assert workers == []
         assert second["report"] == report
-
-
-def begins_apart(name: str, path: str) -> dict[str, Any]:
-    module = Classifier("adamw")
-    with torch.no_grad():
-        module.first.weight.add_(rank())
-    fit(module, name).save_checkpoint(path)
-    return {"weights": state(module)}
-
-
-@both
-def test_ranks_begin_with_the_weights_of_the_first_and_the_whole_state_is_there_after_the_fit(
-    world2: World, tmp_path: Path, name: str
-) -> None:
-    reference, path = Classifier("adamw"), str(tmp_path / "after.ckpt")
-    wanted = fit(reference, None).optimizers[0].state_dict()
-    for result in world2.run(begins_apart, name, path):
-        assert_same_weights(result, {"weights": state(reference)})
-    found = torch.load(path, weights_only=False)["optimizer_states"][0]
-    assert found["state"].keys() == wanted["state"].keys()
-    for number, values in wanted["state"].items():
-        for name, value in values.items():
-            torch.testing.assert_close(found["state"][number][name], value, rtol=1e-9, atol=1e-12)
 
 
 def statistics(name: str) -> tuple[Tensor, dict[str, Tensor]]:
@@ -147,7 +119,7 @@ def test_statistics_of_the_ranks_are_averaged_at_the_end(world2: World, name: st
 
 
 def test_one_device_trains_with_its_optimizer_elsewhere() -> None:
-    case = replace(CASE, max_epochs=2, trainer={"gradient_clip_val": 0.1, "accumulate_grad_batches": 2})
+    case = replace(CASE, max_epochs=2, trainer={"gradient_clip_val": 0.1})
     with contextlib.closing(World(1)) as world:
         assert_trains_alike(world, lambda: Classifier("adamw"), ("cpu_ps", "sync_ps", "async_ps"), case)
 
@@ -163,7 +135,6 @@ def test_several_hosts_are_refused_before_anything_starts() -> None:
         ({"num_servers": 0}, "num_servers="),
         ({"num_servers": "node"}, "num_servers="),
         ({"servers": ["10.0.0.5:7000"]}, "servers="),
-        ({"optimizer_split": "rows"}, "optimizer_split='rows' is not one of the choices: 'elements', 'tensors'"),
         ({"mode": "asynchronous"}, "mode='asynchronous' is not one of the choices"),
         ({"max_staleness": 3}, "max_staleness=3: with mode='sync' no gradients are stale"),
         ({"mode": "async", "max_staleness": -1}, "max_staleness=-1"),

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu import PipelineStrategy
-from lightning_multigpu.strategies.pipeline.first_batch import proof
-from lightning_multigpu.strategies.pipeline.first_batch.proof import WholeCopy
+from lightning_multigpu.strategies.pipeline import proof
+from lightning_multigpu.strategies.pipeline.proof import Proof
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.tasks import Case, Classifier, assert_trains_alike, make_trainer, train_loader
@@ -116,26 +116,28 @@ def test_the_checks_of_a_batch_leave_no_trace(schedule: str, world2: World) -> N
 
 
 def weigh(lack: str) -> tuple[int, int]:
-    """Copies that a proof has made, and the bytes of their parameters when training has ended."""
-    copies: list[WholeCopy] = []
-    own = WholeCopy.run
+    """Whether this rank has computed steps on the whole module, and the bytes of its values when training has ended."""
+    whole: list[Tensor] = []
+    own = Proof._compute_steps
 
-    def noted(self: WholeCopy, *args: Any) -> Any:
-        copies.append(self)
-        return own(self, *args)
+    def noted(self: Proof) -> str:
+        whole.extend(
+            p for p in self._module.parameters() if not any(p is h.tensor for h in self._model.ownership.holdings)
+        )
+        return own(self)
 
     lacks = mock.patch.object(proof, "lack_of_memory", return_value=lack)
-    with lacks, mock.patch.object(WholeCopy, "run", noted):
+    with lacks, mock.patch.object(Proof, "_compute_steps", noted):
         fitted(Classifier)
-    held = [tensor for each in copies for tensor in (*each.parameters.values(), *each.module.buffers())]
-    return len(set(copies)), sum(tensor.untyped_storage().nbytes() for tensor in held)
+    return len(whole), sum(tensor.untyped_storage().nbytes() for tensor in whole)
 
 
-def test_the_copy_of_a_proof_is_freed_at_once(world2: World) -> None:
+def test_the_whole_module_of_a_proof_is_freed_at_once(world2: World) -> None:
     """Cycles kept it until Python's garbage collector ran: on a GPU, a whole model beside a stage, for many steps."""
-    assert sorted(world2.run(weigh, "")) == [(0, 0), (1, 0)]
-    assert world2.run(weigh, "a copy would take 2 GB of 1 GB") == [(0, 0), (0, 0)]
-    assert "those of one device is not proved: a copy would take 2 GB of 1 GB." in world2.output(0)
+    (last, last_bytes), other = world2.run(weigh, "")
+    assert (last > 0, last_bytes, other) == (True, 0, (0, 0))
+    assert world2.run(weigh, "it would take 2 GB of 1 GB") == [(0, 0), (0, 0)]
+    assert "those of one device is not proved: it would take 2 GB of 1 GB." in world2.output(0)
 
 
 class Reentrant(Classifier):

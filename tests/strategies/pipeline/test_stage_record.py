@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import lightning as L
 import pytest
@@ -18,7 +17,6 @@ from lightning_multigpu.planning.pipelines.timeline import Timeline, bubble, usa
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.pipelines import TimedPipeline
 from lightning_multigpu.report.schema import from_json
-from lightning_multigpu.strategies.pipeline import pipeline_planner
 from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy
 from tests.world import World
 
@@ -105,13 +103,15 @@ def test_passes_times_and_memory_of_each_rank(
 
 
 def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
-    """By a plan of one round of measurements, which changes times only."""
-    options = PipelineStrategy(schedule=schedule, activation_checkpointing=again).pipeline_options
-    given: Any = {"device": torch.device("cpu"), "num_micro_batches": [16]}
-    settings = {"accelerator": "cpu", "max_epochs": 1, "use_distributed_sampler": False}
-    with mock.patch.object(pipeline_planner, "NUM_ROUNDS", 1):
-        [plan], _ = pipeline_planner.pipeline_plans([options], [2], Deep(), None, settings, **given)
-    return list(plan.memory)
+    """By a profile of one device."""
+    callback = ProfilerReport(wait=0, warmup=0, active=1, for_plan=True, **QUIET)
+    callback.pipeline_options = PipelineStrategy(activation_checkpointing=again).pipeline_options
+    data: Any = DataLoader([torch.ones(64, WIDTH)] * 2, batch_size=None)  # type: ignore[arg-type]
+    fit_module(Deep(), None, 1, FLOAT32, data, callbacks=[callback])
+    model = from_json(RunDocument, callback.report).profile.ranks[0].model  # type: ignore[union-attr]
+    assert model is not None
+    assert model.chain is not None
+    return list(model.chain.plan(schedule, 2, 1 + (schedule == "interleaved"), 16, 64, "parameters").memory)
 
 
 # Of a micro-batch of 4 samples the first stage's four layers keep the input, and what follows tanh, which is four times

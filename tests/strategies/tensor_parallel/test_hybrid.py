@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.planning.pipelines.stage_costs import StageCosts
-from tests.report.shape import assert_follows_schema
+from tests.report.examples import assert_follows_schema
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -40,7 +40,7 @@ CLIPPED = {"gradient_clip_val": 0.3, "accumulate_grad_batches": 2}
 
 def hybrid(**options: Any) -> Any:
     """With two micro-batches, as many as there are stages; the tests that train the classifier have the default."""
-    return make_strategy("hybrid", **{**options, "pipeline": {"num_micro_batches": 2, **options.get("pipeline", {})}})
+    return make_strategy("hybrid", **{"num_micro_batches": 2, **options})
 
 
 def sizes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
@@ -57,14 +57,14 @@ def test_pipelines_of_whole_layers_side_by_side(world4: World) -> None:
 
 
 @pytest.mark.parametrize(
-    "pipeline",
+    "options",
     [{"schedule": "interleaved"}, {"schedule": "zero_bubble"}, {"balance": "memory", "activation_checkpointing": True}],
     ids=str,
 )
-def test_pipelines_of_split_layers(world4: World, pipeline: dict[str, Any]) -> None:
+def test_pipelines_of_split_layers(world4: World, options: dict[str, Any]) -> None:
     case = Case(trainer=CLIPPED, max_epochs=1)
     reference: Any = fit(case, None, 1)
-    for result in world4.run(fit, replace(case, strategy={"pipeline": pipeline}), "hybrid", 4):
+    for result in world4.run(fit, replace(case, strategy=options), "hybrid", 4):
         assert_same_weights(result, reference)
 
 
@@ -106,7 +106,7 @@ class Built(Dealt):
 def built(ranks: int) -> dict[str, Any]:
     task, noting = Built(), Noting()
     plan = {"*.attention.qkv": "column", "*.attention.proj": "row"}
-    strategy = hybrid(tensor={"plan": plan}) if ranks > 1 else "auto"
+    strategy = hybrid(plan=plan) if ranks > 1 else "auto"
     make_trainer(Case(max_epochs=1), strategy, ranks, callbacks=[noting], gradient_clip_val=0.5).fit(task)
     return {"weights": state(task), "held": noting.held}
 
@@ -158,8 +158,8 @@ def logits(ranks: int, **options: Any) -> dict[str, Any]:
 def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[int, int, int]) -> None:
     """What is split leaves no stage in parts, and ranks of a tensor group do not count a sample twice."""
     reference = logits(1)
-    pipeline = {"balance": [3, 1]} if shape[1] > 1 else {}
-    results = world4.run(logits, 4, pipeline=pipeline, **sizes(*shape))
+    options = {"balance": [3, 1]} if shape[1] > 1 else {}
+    results = world4.run(logits, 4, **options, **sizes(*shape))
     for result in results:
         assert_same_weights(result, reference)
         assert result["tokens"] == reference["tokens"]
@@ -172,7 +172,7 @@ def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[i
         size = hidden["traffic"][0]["size_bytes"]
         assert found == [("all_reduce", size)] * 2, "by the formula, of two ranks: one forward and one backward"
     assert len({result["pipeline"] for result in results}) == shape[0] * shape[2]
-    assert pipeline == {} or results[0]["held"] == 0, "the last stage has no parameters"
+    assert options == {} or results[0]["held"] == 0, "the last stage has no parameters"
 
 
 def fit_task(make: Callable[[], L.LightningModule], strategy: Any, ranks: int, **options: Any) -> dict[str, Any]:
@@ -187,7 +187,7 @@ def test_whole_layers_within_blocks_that_move_to_another_stage(world4: World) ->
     """The norms of queries get a part of their gradient on each rank of a tensor group."""
     make, options = partial(Dealt, partial(normed, 4)), {"gradient_clip_val": 0.5}
     reference = fit_task(make, "auto", 1, **options)
-    for result in world4.run(lambda: fit_task(make, hybrid(pipeline={"balance": "time"}), 4, **options)):
+    for result in world4.run(lambda: fit_task(make, hybrid(balance="time"), 4, **options)):
         assert_same_weights(result, reference)
 
 
@@ -247,18 +247,14 @@ def test_gradients_between_pipelines_are_compressed(world4: World) -> None:
         (sizes(1, 1, 2), r"times tensor_parallel_size=2 makes 2 ranks, and there are 4"),
         ({"data_parallel_size": 3}, "data_parallel_size=3 times"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0"),
-        ({"tensor": {"plan": {"*.up": "colum"}}}, "plan='colum'"),
-        ({**sizes(2, 2, 1), "tensor": {"plan": {"*": "column"}}}, "no layer is split; leave it out, or pass tensor_p"),
-        ({"pipeline": "gpipe"}, r"pipeline='gpipe' is no mapping; pass options by their names: pipeline=\{...\}"),
+        ({"plan": {"*.up": "colum"}}, "plan='colum'"),
+        ({**sizes(2, 2, 1), "plan": {"*": "column"}}, "no layer is split; leave it out, or pass tensor_p"),
         ({**sizes(1, 2, 2), "compression": "bf16"}, r"compression=.* with data_parallel_size=1: no gradients travel"),
-        ({"pipeline": {"split_points": ["layers.2"]}}, "pass tensor_parallel_size=1"),
-        ({**sizes(1, 1, 4), "pipeline": {"schedule": "interleaved"}}, "pass pipeline_parallel_size=2"),
+        ({"split_points": ["layers.2"]}, "pass tensor_parallel_size=1"),
+        ({**sizes(1, 1, 4), "schedule": "interleaved"}, "pass pipeline_parallel_size=2"),
         ({"num_nodes": 2, "tensor_parallel_size": 8}, "a host has 4 ranks"),
-        ({"pipeline": {"gather_at_end": False}, "start_method": "spawn"}, "the parts of the model would be lost"),
-        *(
-            (options, "has no option")
-            for options in ({"pipeline": {"scheduel": "gpipe"}}, {"tensor": {"plans": "auto"}}, {"module": "x"})
-        ),
+        ({"gather_at_end": False, "start_method": "spawn"}, "the parts of the model would be lost"),
+        ({"plans": "auto"}, "has no option"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:

@@ -58,8 +58,6 @@ class Blocks(Classifier):
                 nn.init.orthogonal_(block.up.weight)
                 for parameter in block.parameters():
                     parameter.add_(torch.randn_like(parameter) * 0.1)
-            elif self.reads == "products":
-                block.wide.weight += 0.1 * (block.up.weight @ block.down.weight @ block.up.weight)
 
     def on_train_batch_end(self, *args: Any) -> None:
         if self.reads == "weights":
@@ -97,13 +95,6 @@ def test_what_code_does_later(strategy: str, reads: str, world2: World) -> None:
     for found in world2.run(train, strategy, 2, reads):
         assert_same_weights(found, expected)
         assert found["logged"] == pytest.approx(expected["logged"], rel=1e-9)
-
-
-def test_products_of_weights_in_a_pipeline(world4: World) -> None:
-    """A hook got the rank's part of a weight: another shape here, and other sums on each rank for `down @ up`."""
-    expected = train(None, 1, "products")
-    for found in world4.run(train, "hybrid", 4, "products"):
-        assert_same_weights(found, expected)
 
 
 def train_twice() -> int:

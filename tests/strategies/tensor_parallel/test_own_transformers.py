@@ -20,7 +20,6 @@ from lightning_multigpu.engine.step_state import preserved_state
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.strategies.steps.lone_steps import LoneTensorGroup
 from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers
 from tests.strategies.tensor_parallel.language import (
     HEADS,
@@ -117,7 +116,7 @@ OWN_FOUND = {"vocabulary": 1, "attention": 2, "first, second": 2}
 
 def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: Any = torch.optim.SGD) -> SplitPlan:
     """The plan of the first of two ranks, which tries the split without the other one."""
-    task, batch, group = Task(model), next(iter(text())), LoneTensorGroup(2)
+    task, batch, group = Task(model), next(iter(text())), TensorGroup(None, size=2)
     step = TracelessStep(
         task,
         group,
@@ -178,9 +177,3 @@ def test_a_mistake_of_this_package_is_raised(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delattr(TensorGroup, "all_reduce")
     with pytest.raises(AttributeError, match="all_reduce"):
         planned(fused)
-
-
-def test_a_split_of_little_warns() -> None:
-    """Each rank held 98 per cent of the parameters, and nothing said so."""
-    with pytest.warns(UserWarning, match="less than a tenth: name more layers by plan="):
-        planned(lambda: Language(nn.Linear(WIDTH, 64 * WIDTH), nn.Softmax(-1), nn.Linear(64 * WIDTH, WIDTH)))

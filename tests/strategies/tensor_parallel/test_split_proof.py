@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_multigpu import HybridStrategy, TensorSplitStrategy
+from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.split_proof import SplitProof
 from lightning_multigpu.engine.tensor_split.tensor_group import Done, TensorGroup
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
 from tests.world import World

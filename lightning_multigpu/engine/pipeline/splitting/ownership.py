@@ -298,6 +298,32 @@ class Ownership:
                 yield holding, self.group.receive(value, holding.holders[0])
         self.group.finish()
 
+    @contextmanager
+    def whole_at_last(self) -> Iterator[None]:
+        """Within the block the last position has all values, on its device; entering is a collective of the pipeline.
+
+        They are other tensors, in the modules alone, and their memory is free at the end: cycles may refer to them.
+        """
+        values: dict[int, Tensor] = {}
+        for holding, value in self.values_of_others():
+            value = value.to(self.device)
+            trained = holding.tensor.requires_grad
+            values[id(holding.tensor)] = Parameter(value, requires_grad=trained) if holding.is_parameter else value
+        places = [
+            (table, key, holding.tensor) for _, table, key, holding in self._places if id(holding.tensor) in values
+        ]
+        with self._without_weak_references():
+            for table, key, tensor in places:
+                table[key] = values[id(tensor)]
+        try:
+            yield
+        finally:
+            with self._without_weak_references():
+                for table, key, tensor in places:
+                    table[key] = tensor
+            for value in values.values():
+                value.grad, value.data = None, value.new_empty(0)
+
     def restore(self, peers: MeteredGroup) -> None:
         """Copies all values to the host's memory of every rank of the pipeline, whose collectives ``peers`` has."""
         self._follow_buffers()

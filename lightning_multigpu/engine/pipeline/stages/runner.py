@@ -1,4 +1,7 @@
-"""Pipeline runner: runs a user's step in micro-batches by a schedule, or on a whole batch forward only."""
+"""Pipeline runner: runs a user's step in micro-batches by a schedule, or on a whole batch forward only.
+
+Over Gloo the passes of a rank's stages run one by one in the schedule's order, over NCCL by torch's schedules.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +11,45 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.nn import Module
 
+from lightning_multigpu._torch_compat import make_schedule, step_without_outputs
 from lightning_multigpu.engine.activation_checkpointing import recomputed
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations, LayerInterception
-from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder, TorchSchedules
 from lightning_multigpu.engine.pipeline.stages.stage import Stage
 from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
-from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName, executed_schedule
+from lightning_multigpu.planning.pipelines.schedule_order import (
+    ExecutedSchedule,
+    ScheduleName,
+    executed_schedule,
+    schedule_orders,
+)
 
-_DEPTH = 8  # of operations from the loss, in its form
-_MOST_NODES = 2000
 _CHANGED = (
     "a tensor that the backward pass of a micro-batch needs is changed in place by the step, as where it limits or "
     "normalises weights under torch.no_grad(), and {} micro-batches are under way together. Make the change in "
     "on_train_batch_start, which comes once a batch, or pass num_micro_batches=1 ({})"
 )
+_TORCH: dict[ExecutedSchedule, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "breadth_first": ScheduleLoopedBFS,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
 
 
 class PipelineRunner:
@@ -60,7 +83,11 @@ class PipelineRunner:
         self._seed: tuple[int, ...] = ()  # of the step and of its micro-batch that runs
         self._step_seed: tuple[int, ...] = ()
         self._recompute = recompute
-        self._layers = LayerInterception(chain, self._begin_part, self._recomputed if recompute else None)
+        self._layers = LayerInterception(
+            chain,
+            lambda part: set_random_state(seed_of(*self._seed, part), self._device),
+            self._recomputed if recompute else None,
+        )
         self.stages = [Stage(self._forward, ownership, index, recorder) for index in ownership.stages]
         self._order = (
             TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
@@ -179,9 +206,6 @@ class PipelineRunner:
             return torch.zeros((), dtype=result.dtype, device=result.device, requires_grad=True)
         return result.reshape(()) * self._scales[micro_batch]
 
-    def _begin_part(self, part: int) -> None:
-        set_random_state(seed_of(*self._seed, part), self._device)
-
     def _recomputed(self, index: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The output of a layer of this stage, some of which backward computes again."""
         if index not in self._recompute or not torch.is_grad_enabled():
@@ -189,38 +213,110 @@ class PipelineRunner:
         return recomputed(self._ownership.chain.layers[index], forward, args, kwargs)
 
 
-class LossForms:
-    """Remembers from which operations losses were computed.
+class PassesInOrder:
+    """Runs one pass after the other, for stages that post their messages themselves and wait only for what they use.
 
-    A form is the set of pairs of successive operations, with their distances from the loss. Distances of 8 and more
-    count as 8, so that loops of varying length make few forms. A loss that lacks operations has no new form.
+    The receives of the next pass are posted before a pass begins, so that data arrives during the pass.
     """
 
-    def __init__(self) -> None:
-        self._known: set[tuple[int, str, str]] = set()
+    def __init__(self, stages: Sequence[Stage], position: int, num_ranks: int, schedule: str) -> None:
+        self._stages = {stage.index: stage for stage in stages}
+        self._position = position
+        self._num_ranks = num_ranks
+        self._schedule = schedule
 
-    def is_new(self, loss: Tensor) -> bool:
-        """Whether the graph of ``loss``, before backward, has a pair of operations that no earlier loss had.
+    def run(self, num_micro_batches: int) -> None:
+        """Runs a step of so many micro-batches, which the stages have begun."""
+        order = schedule_orders(self._schedule, self._num_ranks, len(self._stages), num_micro_batches)[self._position]
+        apart = any(work.kind == "weight" for work in order)
+        for work, following in zip(order, [*order[1:], None], strict=True):
+            stage, micro_batch = self._stages[work.stage], work.micro_batch
+            stage.expect(work.kind, micro_batch)
+            if following is not None:
+                self._stages[following.stage].expect(following.kind, following.micro_batch, ahead=True)
+            if work.kind == "forward":
+                stage.forward(micro_batch)
+            elif work.kind == "backward":
+                stage.backward(micro_batch, full=not apart)
+            else:
+                stage.weight(micro_batch)
 
-        The first loss has no new one. The graph is followed to the leaves and to the stage's inputs, over at most 2000
-        operations.
-        """
-        found: set[tuple[int, str, str]] = set()
-        nodes: list[Any] = [loss.grad_fn]
-        seen = set(nodes)
-        depth = 0
-        while nodes and len(seen) < _MOST_NODES:
-            following: list[Any] = []
-            for node in nodes:
-                name = node.name() if node is not None else ""
-                for other, _ in () if node is None else node.next_functions:
-                    if other is None:
-                        continue
-                    found.add((depth, name, other.name()))
-                    if other not in seen:
-                        seen.add(other)
-                        following.append(other)
-            nodes, depth = following, min(depth + 1, _DEPTH)
-        is_new = bool(self._known) and not found <= self._known
-        self._known |= found
-        return is_new
+
+class TorchSchedules:
+    """torch's own schedules, which post messages in batches and wait for them, as NCCL needs.
+
+    Otherwise two ranks that send to each other would both wait.
+    """
+
+    def __init__(self, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device, schedule: str) -> None:
+        self._stages = [_StageForTorch(stage, group, device) for stage in stages]
+        self._num_ranks = dist.get_world_size(group)
+        self._schedule = schedule
+        self._made: dict[tuple[Any, int], Any] = {}
+
+    def run(self, num_micro_batches: int) -> None:
+        """Runs a step of so many micro-batches, which the stages have begun."""
+        cls = _TORCH[executed_schedule(self._schedule, self._num_ranks, num_micro_batches)]
+        key = cls, num_micro_batches
+        if key not in self._made:
+            stages: Any = self._stages[0] if cls in (ScheduleGPipe, Schedule1F1B) else self._stages
+            self._made[key] = make_schedule(
+                cls,
+                stages,
+                num_micro_batches,
+                num_stages=self._stages[0].num_stages,
+                loss_fn=lambda loss, target: loss,
+                scale_grads=False,
+            )
+        target = torch.arange(num_micro_batches) if any(stage.is_last for stage in self._stages) else None
+        step_without_outputs(self._made[key], target)
+
+
+class _StageForTorch(_PipelineStageBase):
+    """A stage with the interface of torch's stages, for torch's schedules.
+
+    torch's own stage needs the shapes beforehand, or runs stage and loss once more on uninitialised data to find them.
+    That would count batches in BatchNorm and in metrics, and draw random numbers.
+
+    The overridden methods of torch are private: ``tests/engine/pipeline/test_runner.py`` names those that have
+    moved.
+    """
+
+    def __init__(self, stage: Stage, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(Module(), stage.index, stage.num_stages, device, group)
+        self._stage = stage
+
+    def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> None:
+        self.args_recv_info = dict.fromkeys(range(num_microbatches), ())  # torch receives nothing by itself
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[Any, ...]:
+        return ()
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.expect("forward", fwd_chunk_id)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.outgoing("forward", fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.expect("backward", bwd_chunk_id)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        return self._stage.outgoing("backward", bwd_chunk_id)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        output = self._stage.forward(fwd_chunk_id)
+        return output.detach() if isinstance(output, Tensor) else output.tensors
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        self._stage.backward(bwd_chunk_id, full=full_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        self._stage.weight(bwd_chunk_id)

@@ -1,9 +1,9 @@
 """The flight recorder: a rank's steps and collectives in memory that the guardian reads without asking.
 
 Every rank of a host shares one page of memory with the guardian. It contains the number of completed steps, the main
-thread's line at the guardian's last look, and one row for each of the rank's process groups::
+thread's line at a time, and one row for each of the rank's process groups::
 
-    page of a rank   | steps | line, look | row of group "data" | row of group "world" | ... | free rows |
+    page of a rank   | steps | line, time | row of group "data" | row of group "world" | ... | free rows |
     row of a group   | edition | state, begun, number, since, operation, group, ranks | edition |
 
 A collective is identified by its group and its number in the group: ranks count from 1, and all begin a group's
@@ -25,11 +25,11 @@ PAGE_BYTES = 4096
 FREE, ENDED, UNDER_WAY, AWAITED, BROKEN = range(5)
 
 _STEPS = struct.Struct("q")
-_LINE = struct.Struct("160s32sq")
+_LINE = struct.Struct("160s32sd")
 _ROW = struct.Struct("Qqqqd24s24s40sQ")
 _ROWS_FROM = 256
 NUM_ROWS = (PAGE_BYTES - _ROWS_FROM) // _ROW.size
-_ATTEMPTS = 5
+_FRESH_S = 3.0  # a rank notes its line twice a second, if it can
 
 
 class Entry(NamedTuple):
@@ -63,11 +63,12 @@ class Entry(NamedTuple):
 class _Row:
     """The collectives of one group. They end in the order of their beginning, except in a user's hook."""
 
-    __slots__ = ("at", "awaited", "begun", "edition", "ended", "names", "operation")
+    __slots__ = ("at", "awaited", "begun", "edition", "ended", "names", "operation", "since_s")
 
     def __init__(self, at: int, group: bytes, ranks: bytes) -> None:
         self.at, self.names, self.operation = at, (group, ranks), b""
         self.edition = self.begun = self.ended = self.awaited = 0
+        self.since_s = 0.0
 
 
 class Note:
@@ -87,14 +88,11 @@ class Note:
                 self._is_awaited = True
                 self._recorder.write(self._row)
 
-    def ended(self) -> None:
-        self._end()
-
     def broke(self) -> None:
-        """Notes an error: the collective stays readable until the group's next one."""
-        self._end(BROKEN)
+        """Notes an error: the collective, and the begin of its wait, stay readable until the group's next one."""
+        self.ended(BROKEN)
 
-    def _end(self, state: int | None = None) -> None:
+    def ended(self, state: int | None = None) -> None:
         with self._recorder.lock:
             row, self._row = self._row, None
             if row is not None:
@@ -116,18 +114,16 @@ class FlightRecorder:
         """Notes that ``step`` optimizer steps are done."""
         _STEPS.pack_into(self._memory, self._at, step)
 
-    def answer(self, look: int) -> None:
-        """Notes the main thread's line for a look of the guardian; called by another thread."""
+    def note_line(self) -> None:
+        """Notes the main thread's line; called from time to time, by another thread."""
         frames = stack_of(sys._current_frames().get(threading.main_thread().ident or 0))
         line = _text(place(frames), 160), _text(own_collective(frames), 32)
-        _LINE.pack_into(self._memory, self._at + _STEPS.size, *line, look)
+        _LINE.pack_into(self._memory, self._at + _STEPS.size, *line, clock_s())
 
     def began(self, operation: str, *, group: str, ranks: str, awaited: bool = True) -> Note | None:
         """Notes that this rank begins a collective; None if the page has no row left for the group.
 
-        Args:
-            ranks: its members ("0-3", "0-6:2", "0,3,4"), or empty: then only its name identifies it.
-            awaited: the calling thread waits for it from now on.
+        ``ranks``: its members ("0-3", "0-6:2", "0,3,4"), or empty. ``awaited``: this thread waits for it from now on.
         """
         with self.lock:
             row = self._rows.get((group, ranks))
@@ -151,21 +147,12 @@ class FlightRecorder:
     def write(self, row: _Row, state: int | None = None) -> None:
         """Writes a row, whose collective has changed now; the caller has the lock."""
         if state is None:
+            row.since_s = clock_s()
             state = AWAITED if row.awaited else UNDER_WAY if row.ended < row.begun else ENDED
         number = row.ended if state == BROKEN else min(row.ended + 1, row.begun)
         row.edition += 1
-        _ROW.pack_into(
-            self._memory,
-            row.at,
-            row.edition,
-            state,
-            row.begun,
-            number,
-            clock_s(),
-            row.operation,
-            *row.names,
-            row.edition,
-        )
+        counts = row.edition, state, row.begun, number, row.since_s
+        _ROW.pack_into(self._memory, row.at, *counts, row.operation, *row.names, row.edition)
 
 
 def read_steps(memory: Any, slot: int) -> int:
@@ -174,26 +161,20 @@ def read_steps(memory: Any, slot: int) -> int:
     return int(steps)
 
 
-def read_line(memory: Any, slot: int, look: int) -> tuple[str, str] | None:
-    """The main thread's line, and its collective that is not noted, or empty; None if it has not answered yet."""
-    line, own, answered = _LINE.unpack_from(memory, PAGE_BYTES * slot + _STEPS.size)
-    return (_read(line), _read(own)) if answered == look else None
+def read_line(memory: Any, slot: int) -> tuple[str, str]:
+    """The main thread's line, and the collective that its stack shows; both empty if the rank cannot note them now."""
+    line, own, noted_s = _LINE.unpack_from(memory, PAGE_BYTES * slot + _STEPS.size)
+    return (_read(line), _read(own)) if clock_s() - noted_s < _FRESH_S else ("", "")
 
 
 def read_entries(memory: Any, slot: int) -> list[Entry]:
-    """The rows of a page, in the order of the rank's first use of its groups.
-
-    A row that changes faster than it can be read is left out: nothing waits in it.
-    """
+    """The rows of a page; one that changes while it is read is left out: nothing waits in it."""
     entries = []
     for index in range(NUM_ROWS):
         at = PAGE_BYTES * slot + _ROWS_FROM + _ROW.size * index
-        for _ in range(_ATTEMPTS):
-            edition, state, *numbers, operation, group, ranks, last = _ROW.unpack_from(memory, at)
-            if edition == last:
-                if state != FREE:
-                    entries.append(Entry(state, *numbers, *map(_read, (operation, group, ranks))))
-                break
+        edition, state, *numbers, operation, group, ranks, last = _ROW.unpack_from(memory, at)
+        if edition == last and state != FREE:
+            entries.append(Entry(state, *numbers, *map(_read, (operation, group, ranks))))
     return entries
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from lightning_multigpu.engine.pipeline import optimizer_probe
-from lightning_multigpu.engine.pipeline.optimizer_probe import ProbeError, couples_parameters
+from lightning_multigpu.engine import parity
+from lightning_multigpu.engine.parity import ProbeError, couples_parameters
 
 
 class SAM(Optimizer):
@@ -131,5 +131,5 @@ TORCHS = [
 @pytest.mark.parametrize("cls", TORCHS)
 def test_the_optimizers_of_torch_work_parameter_by_parameter(cls: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As this version has them: they are probed here, and not elsewhere."""
-    monkeypatch.setattr(optimizer_probe, "_KNOWN", set())
+    monkeypatch.setattr(parity, "_KNOWN", set())
     assert not couples_parameters(cls(parameters(), lr=0.1))

@@ -20,9 +20,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.splitting.chain import find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
-from lightning_multigpu.engine.pipeline.stages import schedules
+from lightning_multigpu.engine.pipeline.stages import runner
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
-from lightning_multigpu.engine.pipeline.stages.schedules import PassesInOrder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import HostMessages, PipelineGroup
 from tests.world import World, init_group
 
@@ -195,31 +194,6 @@ def test_1f1b_holds_no_more_messages_than_it_is_ahead(world2: World) -> None:
         assert left == 0
 
 
-class Noting:
-    """Stands for a stage; says what it is asked for."""
-
-    def __init__(self, index: int, said: list[str]) -> None:
-        self.index = index
-        self._said = said
-
-    def expect(self, kind: str, micro_batch: int, *, ahead: bool = False) -> None:
-        self._said.append(f"{'ahead' if ahead else 'expect'} {kind[0]}{micro_batch}")
-
-    def forward(self, micro_batch: int) -> None:
-        self._said.append(f"F{micro_batch}")
-
-    def backward(self, micro_batch: int, *, full: bool) -> None:
-        self._said.append(f"B{micro_batch}")
-
-
-def test_the_next_message_is_expected_before_a_pass_runs() -> None:
-    said: list[str] = []
-    PassesInOrder([Noting(1, said)], 1, 2, "1f1b").run(2)  # type: ignore[list-item]
-    assert said == [
-        "expect f0", "ahead b0", "F0", "expect b0", "ahead f1", "B0", "expect f1", "ahead b1", "F1", "expect b1", "B1"
-    ]  # fmt: skip
-
-
 def test_what_is_overridden_of_torchs_stage_is_still_called_so() -> None:
-    overridden = {name for name, entry in vars(schedules._StageForTorch).items() if inspect.isfunction(entry)}
+    overridden = {name for name, entry in vars(runner._StageForTorch).items() if inspect.isfunction(entry)}
     assert overridden <= set(dir(_PipelineStageBase))

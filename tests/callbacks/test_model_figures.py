@@ -1,19 +1,21 @@
-"""What the planner of pipelines predicts and refuses, and that it leaves everything alone."""
+"""Layers that a ProfilerReport times for plans: what they cost, what is refused, and that all is left alone."""
 
 from __future__ import annotations
 
-import subprocess
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelPruning
+from lightning.pytorch.callbacks import Callback, ModelPruning
 
-from lightning_multigpu.callbacks import GlobalBatchSize
+from lightning_multigpu._lightning_internals import EndOfRun
+from lightning_multigpu.callbacks.profile.model_figures import model_figures
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
-from lightning_multigpu.strategies.pipeline import pipeline_planner
-from lightning_multigpu.strategies.pipeline.pipeline_planner import PlanError, pipeline_plans
+from lightning_multigpu.planning.rank_figures import ModelFigures
+from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.commands.planned import LAYERS, SAMPLES, WIDTH, Data, Manual, Model, Residual, events
 
@@ -25,38 +27,41 @@ INPUT_BYTES = 4 * WIDTH
 
 
 @pytest.fixture(autouse=True)
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Short rounds; no process can be started."""
-    monkeypatch.setattr(pipeline_planner, "_ROUND_S", 0.01)
-
-    def refuse(*arguments: Any, **options: Any) -> None:
-        raise AssertionError("a process was about to be started")
-
-    monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+def recorded() -> Iterator[None]:
     Model.made.clear()
     events.clear()
     yield
     Model.made.clear()
 
 
-def planned(
-    model: Model,
-    numbers: Sequence[int] = (2,),
-    *,
-    schedules: Sequence[Any] = ("1f1b",),
-    callbacks: Sequence[Any] = (),
-    trainer: Any = None,
-    **options: Any,
-) -> list[PipelinePlan]:
+class _Trial(Callback):
+    """Measures on the first batch, and ends the run there."""
+
+    def __init__(self, options: PipelineOptions) -> None:
+        self.options = options
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.found = model_figures(trainer, batch, batch_idx, self.options)
+        raise EndOfRun
+
+
+def figures(
+    model: Model, *, callbacks: Sequence[Any] = (), schedule: Any = "1f1b", directory: Any = ".", **options: Any
+) -> ModelFigures:
+    trial = _Trial(PipelineStrategy(**{"module": "layers", "schedule": schedule, **options}).pipeline_options)
+    settings = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, "limit_val_batches": 0, "logger": False}
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
+    L.Trainer(**settings, **quiet, callbacks=[*callbacks, trial]).fit(model, Data())
+    return trial.found
+
+
+def planned(model: Model, numbers: Sequence[int] = (2,), **options: Any) -> list[PipelinePlan]:
     """The plans of two ranks."""
-    of_first = PipelineStrategy(**{"module": "layers", "schedule": schedules[0], **options}).pipeline_options
-    of_schedules = [of_first.with_schedule(schedule) for schedule in schedules]
-    settings = {"accelerator": "cpu", "max_epochs": 1, **(trainer or {})}
-    given: dict[str, Any] = {"device": torch.device("cpu"), "num_micro_batches": numbers, "callbacks": callbacks}
-    plans, refused = pipeline_plans(of_schedules, [2], model, Data(), settings, **given)
-    for reason in refused.values():
-        raise PlanError(reason)
-    return plans
+    found = figures(model, **options)
+    if found.chain is None:
+        raise ValueError(found.refused)
+    of_schedule = options.get("schedule", "1f1b"), 2, 1
+    return [found.chain.plan(*of_schedule, n, found.samples, found.chain.balance) for n in numbers]
 
 
 def test_nothing_is_trained(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,25 +74,21 @@ def test_nothing_is_trained(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> N
     assert model.steps == 0
     assert all(torch.equal(value, model.initial[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert not torch.distributed.is_initialized()
 
 
 def test_the_stages_and_the_time_of_one_device() -> None:
-    alone, plan, _, further = planned(Model(), [1, 2], schedules=["1f1b", "zero_bubble"])
-    assert (further.schedule, len(further.stages)) == ("zero_bubble", 4)
+    alone, plan = planned(Model(), [1, 2])
     assert [stage.parameters_bytes for stage in plan.stages] == [2 * LAYER_BYTES] * 2
     assert [stage.output_bytes for stage in plan.stages] == [SAMPLES // 2 * INPUT_BYTES] * 2
     assert all(stage.forward_s > 0 and stage.backward_s > 0 for stage in plan.stages)
-    assert alone.spread >= 0
     # What stands before the layers takes time on the first stage only.
     assert 0 < alone.one_device_s == pytest.approx(sum(s.forward_s + s.backward_s for s in alone.stages))
 
 
-def test_batch_is_the_one_that_would_be_trained_on() -> None:
-    """A configuration with GlobalBatchSize was planned with the batch size of its data, which fit does not use."""
-    [plan] = planned(Model(), [4, 8], callbacks=[GlobalBatchSize(4)])
-    assert plan.num_micro_batches == 4
-    assert [stage.output_bytes for stage in plan.stages] == [INPUT_BYTES] * 2
+def test_gradients_are_ready_from_the_last_layer_on() -> None:
+    found = figures(Model())
+    assert [size for size, _ in found.gradients] == [4 * WIDTH, *[LAYER_BYTES] * 5]
+    assert found.flops == 3 * 2 * SAMPLES * (5 * WIDTH * WIDTH + WIDTH)
 
 
 @pytest.mark.parametrize(("optimizer", "states"), [("Adam", 2), ("SGD", 0)])
@@ -124,12 +125,11 @@ def test_the_split_is_that_of_the_strategy(options: dict[str, Any], layers: list
     [
         ({"activation_checkpointing": ["Block"]},
          "activation_checkpointing=['Block'] names no layer of 'layers', whose layers are of the classes Linear"),
-        ({"schedules": ["interleaved"], "balance": [1, 3]}, "balance=[1, 3] has 2 entries for 4 stages"),
+        ({"balance": [1, 1, 2]}, "balance=[1, 1, 2] has 3 entries for 2 stages"),
         ({"module": "auto", "split_points": ["layers.1", "layers.2"]},
          "makes 3 stages, and 2 ranks with 1 each have 2"),
         ({"module": "blocks"}, "module='blocks' is no part of the module; it must be an nn.Sequential"),
         ({"callbacks": [ModelPruning("l1_unstructured")]}, "chooses among all weights"),
-        ({"trainer": {"limit_train_batches": 0}}, "the training loader has no batch to measure"),
         ({"model": Manual}, "Manual.automatic_optimization=False: a pipeline runs backward"),
         ({"model": Residual}, "the input of layer layers.1 is not the output of layer layers.0: "
          "something is computed between the two, such as a residual x + layer(x), and would be lost between stages; "
@@ -142,8 +142,5 @@ def test_what_is_wrong_is_refused(options: dict[str, Any], message: str) -> None
     options = {**options}
     model = options.pop("model", Model)
     module = model(*filter(None, [options.pop("optimizer", None)]))
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         planned(module, **options)
-    assert message in str(caught.value)
-    if model is not Residual:  # which only shows when the layers run
-        assert "step" not in events

@@ -17,14 +17,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.pipeline.measuring.cost_probe import CostProbe, slowest_link
+from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.step_state import preserved_values, seed_of, without_differentiation
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
-from lightning_multigpu.strategies.pipeline.first_batch.proof import Proof, WholeCopy, copied
+from lightning_multigpu.strategies.pipeline.proof import Proof
 from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.steps.step_logs import Record
 
@@ -58,28 +58,32 @@ class Preparation:
         kind = (self._pipeline.trainable(), tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
         if kind in self._prepared:
             return
-        proves = self._options.verify_steps > 0 and batch.counts
-        splits = self._tensor_axis is not None  # after that a copy would have parts of layers
-        one = copied(self._pipeline) if proves and splits else None
+        proof = Proof(self._pipeline, batch) if self._options.verify_steps > 0 and batch.counts else None
+        splits = self._tensor_axis is not None and not self._is_split  # after that no rank has whole layers
+        if proof is not None and splits:
+            proof.compute()
         if not self._is_split:
             self._is_split = True
             self._split(batch)
-        if proves:
-            self.prove(batch, one)
+        if proof is not None and splits:
+            self._compare(proof)
+        elif proof is not None:
+            self.prove(batch)
         if batch.counts:
             self._prepared.add(kind)
 
-    def prove(self, batch: TrainingBatch, one: tuple[bool, WholeCopy | None] | None = None) -> None:
-        """Proves the step of a batch; errors as for :meth:`prepare`, and ``one`` that is copied."""
-        is_there, copy = one or copied(self._pipeline)
-        if not is_there:
-            return
-        line = Proof(self._pipeline, copy, batch).run()
-        if copy is not None:
-            copy.free()
-        if line and line not in self._lines:  # a later proof would only repeat it
-            self._lines.add(line)
-            rank_zero_info(line)
+    def prove(self, batch: TrainingBatch) -> None:
+        """Proves the step of a batch, unless layers are split over a tensor group; errors as for :meth:`prepare`."""
+        if self._tensor_axis is None:
+            proof = Proof(self._pipeline, batch)
+            proof.compute()
+            self._compare(proof)
+
+    def _compare(self, proof: Proof) -> None:
+        proof.compare()
+        if proof.line and proof.line not in self._lines:  # a later proof would only repeat it
+            self._lines.add(proof.line)
+            rank_zero_info(f"{proof.line}.")
 
     def prepare_evaluation(self, hook: str, *args: Any, **kwargs: Any) -> None:
         """Traces the model, unless that is done, and finds the uses of parameters by the first step of a loader."""
@@ -177,30 +181,20 @@ class Preparation:
 
     def _measured_costs(self, batch: TrainingBatch) -> StageCosts:
         """The costs of the layers, the same on all stages."""
-        model, part = self._model, cloned(batch.parts[0])
-        probe = CostProbe(
-            model.ownership,
-            self._pipeline.seed,
-            self._pipeline.recompute,
-            agreed=bool if self._tensor_axis is None else partial(self._tensor_axis.group.any, device=model.device),
-        )
+        model, pipeline, part = self._model, self._pipeline, cloned(batch.parts[0])
         with without_trace(model.module), preserved_values(model.ownership.held()):
-            found = (
-                probe.measure(lambda: self._pipeline.loss_of(part, batch.others)),
-                slowest_link(model.group),
-                probe.elsewhere_s,
-            )
-            of_ranks, links, elsewhere = zip(*model.stages.gather_objects(found), strict=True)
+            step = partial(pipeline.loss_of, part, batch.others)
+            found = layer_costs(model.ownership, step, pipeline.seed, pipeline.recompute)
+        parts: dict[int, PartCost] = {}
+        for of_rank in model.stages.gather_objects(found):
+            parts |= of_rank
         optimizers = model.module.trainer.optimizers
-        parts: dict[int, PartCost] = {part: cost for costs in of_ranks for part, cost in costs.items()}
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
             model.chain.training_bytes(optimizers),
-            max(links, key=lambda link: link.seconds(1 << 20)),
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             num_micro_batches=len(batch.parts),
             end_bytes=model.ownership.end_bytes(optimizers),
-            elsewhere_s=max((seconds for seconds in elsewhere if seconds is not None), default=None),
         )
