@@ -84,19 +84,17 @@ class HostAgents:
         """Whether this agent prints the results; the others are silent."""
         return self.placement.agent == 0
 
-    def check_command(self, command: str) -> None:
-        """Raises ``ValueError`` where this agent was started with another command than the first one."""
-        if self.prints:
-            self.store.set("command", command)
-        if (first := self.store.get("command").decode()) != command:
-            raise ValueError(f"'{command}' here, '{first}' on the first host; run the same command on each host")
-
     def share(self, value: Any) -> list[Any]:
         """The values of all agents, in their order, as JSON brings them."""
-        keys = [f"shared {self._shared} {agent}" for agent in range(self.placement.num_agents)]
+        number, agent = self._shared, self.placement.agent
         self._shared += 1
-        self.store.set(keys[self.placement.agent], json.dumps(value))
-        return [json.loads(self.store.get(key)) for key in keys]
+        self.store.set(f"{number}/{agent}", json.dumps(value))
+        return [json.loads(self.store.get(f"{number}/{other}")) for other in range(self.placement.num_agents)]
+
+    def check_command(self, command: str) -> None:
+        """Raises ``ValueError`` where this agent was started with another command than the first one."""
+        if (first := self.share(command)[0]) != command:
+            raise ValueError(f"'{command}' here, '{first}' on the first host; run the same command on each host")
 
     def start(
         self, entry: Entry, settings: Any, *, timeout_s: float, start_timeout_s: float = 0.0, devices: int | None = None
