@@ -17,6 +17,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -210,16 +211,20 @@ def kept_store(address: str, port: int) -> TCPStore:
     )
 
 
+_starting = threading.Lock()
+
+
 def fork_server(modules: Sequence[str]) -> ForkServerContext:
     """Starts the server. Python starts it with ``-c``, which puts the working folder before all other folders."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
-    before = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    try:
-        forkserver.ensure_running()
-    finally:
-        del os.environ["PYTHONSAFEPATH"]
-        if before is not None:
-            os.environ["PYTHONSAFEPATH"] = before
+    with _starting:
+        before = os.environ.get("PYTHONSAFEPATH")
+        os.environ["PYTHONSAFEPATH"] = "1"
+        try:
+            context.set_forkserver_preload(list(modules))
+            forkserver.ensure_running()
+        finally:
+            del os.environ["PYTHONSAFEPATH"]
+            if before is not None:
+                os.environ["PYTHONSAFEPATH"] = before
     return context
