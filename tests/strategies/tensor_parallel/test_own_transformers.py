@@ -117,6 +117,7 @@ OWN_FOUND = {"vocabulary": 1, "attention": 2, "first, second": 2}
 def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: Any = torch.optim.SGD) -> SplitPlan:
     """The plan of the first of two ranks, which tries the split without the other one."""
     task, batch, group = Task(model), next(iter(text())), TensorGroup(None, size=2)
+    group.shows_parts = False  # as the strategy reads parameters
     step = TracelessStep(
         task,
         group,
