@@ -1,7 +1,7 @@
 """A user's long run that is signalled: ``interrupted_script.py STRATEGY PHASE``; it saves into ``SAVE_TO``.
 
 PHASE is where the run stays until the signal comes: "training", "workers" (of a loader, in training), "validation",
-"sanity", or "hang" (in a collective that the last rank never joins).
+"sanity", or "hang" (each rank in a collective that the other one never joins).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 import lightning as L
+import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
@@ -38,8 +39,8 @@ class Long(Classifier):
         time.sleep(STEP_S)
         if self.trainer.global_step == 2 and self.phase not in IN_VALIDATION:
             say(f"ready {self.trainer.global_rank} {os.getpid()}")
-            if self.phase == "hang" and self.trainer.global_rank == 0:
-                dist.barrier()
+            if self.phase == "hang":  # both main threads wait in C code
+                dist.barrier() if self.trainer.global_rank == 0 else dist.recv(torch.empty(1), src=0)
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
