@@ -8,7 +8,7 @@ calibrates one host with 2 ranks, and 2 emulated hosts at three bandwidths. Then
 the model alone, writes down what it predicts, and trains the model under each strategy in turn. No model here is one of
 the calibration's three. In a few minutes, on models on which no formula was chosen:
 
-    python -m benchmarks.planner --models "cnn 1 M" "lstm 2 M" --worlds 1x2 1gbit:2x1 --repetitions 1
+    python -m benchmarks.planner --models "cnn 0.5 M" "lstm 2 M" --worlds 1x2 1gbit:2x1 --repetitions 1
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MODELS: dict[str, tuple[Any, int]] = {
     "gpt 1 M": (partial(BenchGPT, width=128, num_layers=4), 8),
     "gpt 3 M": (partial(BenchGPT, width=192, num_layers=6), 4),
     "gpt 8 M": (partial(BenchGPT, width=320, num_layers=6, num_heads=5), 4),
-    "cnn 1 M": (partial(ConvNet, width=40), 32),
+    "cnn 0.5 M": (partial(ConvNet, width=40), 32),
     "lstm 2 M": (partial(LanguageLSTM, width=256), 16),
 }
 BANDWIDTHS = {"200mbit": "16kb", "1gbit": "64kb", "10gbit": "64kb"}
