@@ -1,4 +1,4 @@
-"""What other processes take of a machine while something is measured on it."""
+"""Readings of a machine's processors and GPUs, and the share that other processes take between two of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every strategy of the pack answers, also the one that starts no ranks: to callbacks, and to checkpoints."""
+"""The base of every strategy of the pack, also of the one that starts no ranks: answers to callbacks and checkpoints."""
 
 from __future__ import annotations
 
