@@ -1,4 +1,4 @@
-"""The base of every strategy of the pack, also of the one that starts no ranks: answers to callbacks and checkpoints."""
+"""The base of every strategy of the pack, also of the one that starts no ranks: what callbacks and checkpoints ask."""
 
 from __future__ import annotations
 
