@@ -550,6 +550,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         if self._trained is None or self.replicas_differ or not self._trained.has_changed(self.optimizers):
             return
         self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
+        self._settle_buffers()
         self.values.watch(self._common_parameters())
         self._follow_changes()
 
@@ -768,6 +769,8 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             output = super().optimizer_step(*args, **kwargs)
             self.on_optimizer_step_end()
             self.values.accept()
+            if self._trained is not None:
+                self._trained.stepped()
             self._steps_unchecked += 1
             if self.check_replicas_every and self._steps_unchecked >= self.check_replicas_every:
                 self._check_replicas()

@@ -23,7 +23,7 @@ BYTES = 400
 @pytest.fixture
 def meter(fake_gpu: FakeGPU) -> Meter:
     meter = Meter(clock=lambda: fake_gpu.now_s)
-    meter.waited_on_stream(recorded_event())  # the first event waits for the device
+    meter.waited(recorded_event())  # the first event waits for the device
     meter.discard()
     fake_gpu.waits = 0
     return meter
