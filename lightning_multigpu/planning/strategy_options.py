@@ -39,7 +39,7 @@ class StrategyOptions:
 
 
 _EXCLUDE_COMPRESSION = {
-    "RingDDPStrategy": frozenset({"compression", "average_every", "ddp_comm_hook"}),
+    "RingDDPStrategy": frozenset({"compression", "ddp_comm_hook"}),
     "HybridStrategy": frozenset({"compression"}),
 }
 """By class that has the option ``compression``: the options that exclude it."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -20,6 +18,7 @@ from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
+from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -27,8 +26,6 @@ from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
 
 class ShardedStrategy(MultiGPUStrategy):
@@ -57,7 +54,6 @@ class ShardedStrategy(MultiGPUStrategy):
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
-        ModuleNotFoundError: FairScale is not installed.
         ValueError: an option is out of its range; before the first step, an optimizer cannot be sharded.
     """
 
@@ -73,11 +69,6 @@ class ShardedStrategy(MultiGPUStrategy):
         gather_at_end: bool = True,
         **options: Any,
     ) -> None:
-        if find_spec("fairscale") is None:
-            raise ModuleNotFoundError(
-                "ddp_sharded needs FairScale: pip install setuptools wheel && "
-                "pip install --no-build-isolation fairscale==0.4.13"
-            )
         option_checks.check_bools(
             find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
@@ -101,12 +92,6 @@ class ShardedStrategy(MultiGPUStrategy):
     # Setting up
 
     @override
-    def setup_environment(self) -> None:
-        # Before the ranks join: a default argument of FairScale keeps the world's group of the time of its import.
-        import_module("lightning_multigpu.engine.sharded.shard_transport")
-        super().setup_environment()
-
-    @override
     def _setup_model(self, model: Module) -> Module:
         self._group = self.metered(self.collectives.data.group, "shards")
         if self._given["broadcast_buffers"]:
@@ -116,7 +101,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self.saves.begin(trainer, self._undo)
+        self.stream_saves(trainer, self._undo)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -136,8 +121,6 @@ class ShardedStrategy(MultiGPUStrategy):
         )
 
     def _transport(self, optimizer: Optimizer) -> ShardTransport:
-        from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
-
         assert self._group is not None
         return ShardTransport(optimizer, self._group, self._bucket_bytes)
 
@@ -169,7 +152,7 @@ class ShardedStrategy(MultiGPUStrategy):
         find_unused = self._given["find_unused_parameters"]
         self._gradients = ShardedGradients(
             module,
-            {p: owner for transport in self.owned.transports for p, owner in transport.shards.owners.items()},
+            {p: owner for transport in self.owned.transports for p, owner in transport.owners.items()},
             self._group,
             bucket_bytes=self._bucket_bytes,
             shows_all=self.given is not None,
@@ -178,7 +161,7 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        with self.saves.keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
+        with self._keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
             if self._owned and not self.failure_watch.failed:
                 self._in_parts = [] if has_kept or self.world_size == 1 else [*self._owned]
             self._undo.close()
@@ -255,12 +238,11 @@ class ShardedStrategy(MultiGPUStrategy):
         state = super()._whole_state(optimizer)
         if self.world_size == 1 or optimizer not in self.owned.steps:
             return state
-        if self.saves.remote is None:
+        if self.remote is None:
             group = self.new_group("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
-            self.saves.remote = RemoteValues(messages, dist.get_rank(group))
-        remote = self.saves.remote
-        received = remote.gather(state["state"], range(self.world_size - 1))
+            self.remote = RemoteValues(messages, dist.get_rank(group))
+        received = self.remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
-        return {**state, "state": whole if self.saves.stream else remote.fetched(whole)}
+        return {**state, "state": whole if self.streams else self.remote.fetched(whole)}

@@ -70,7 +70,6 @@ CHOSEN = [
     SingleDeviceStrategy(),
     DDPStrategy(),
     make_strategy("ring_ddp", compression="int8"),
-    make_strategy("ring_ddp", average_every=4),
     ShardedStrategy(bucket_cap_mb=2, start_method="popen"),
     PipelineStrategy(balance="time", activation_checkpointing=True),
     PipelineStrategy(split_points=["layers.2"]),
@@ -114,6 +113,4 @@ def test_the_right_option_for_each_strategy() -> None:
     assert "layer.compile()" not in found["dp"]["launch-bound"], "it cannot copy compiled layers"
     measured = HybridStrategy(balance="time")
     assert 'balance="time" cannot divide a layer' in remedies(measured)["imbalance of stages"]
-    averaging = make_strategy("ring_ddp", average_every=4)
-    assert "compression" not in remedies(averaging)["communication"], "average_every excludes it"
     assert "Strategy(" not in " ".join(remedies(DDPStrategy()).values()), "of options of its class nothing is known"

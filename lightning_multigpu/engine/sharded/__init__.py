@@ -1,1 +1,1 @@
-"""Data parallel training with sharded gradients and optimizer states, on FairScale."""
+"""Data parallel training with sharded gradients and optimizer states."""
