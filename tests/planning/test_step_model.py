@@ -161,7 +161,7 @@ class TestDataParallel:
         # Parameters 3, 1, 9, 3 go to ranks 0, 1, 1, 0. Rank 0 gets both of 3 at the end, rank 1 the 1 and then 9 alone.
         assert owner_messages(gradients, 8, 2) == [(9, 0.4), (1, 0.5), (6, 1.0)]
 
-    def test_each_tensor_goes_to_the_smallest_shard(self) -> None:
+    def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
         assert largest_shard([5, 3, 3, 1], 2) == 6
 
     def test_adding_gradients_takes_time_after_the_first_batch(self) -> None:
