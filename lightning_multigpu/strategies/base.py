@@ -460,14 +460,12 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         watch.joined(groups.cut, run.world_size)
         self.meter.notes, client = watch.flight_recorder, watch.client
         assert client is not None
-        counts = self.signals.begin(
+        self.signals.begin(
             run.environment,
             patience_s=run.failure_timeout_s,
             on_signal=client.signalled,
             on_stuck=watch.cut_loose,
         )
-        if counts:
-            client.counts_interrupts()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
