@@ -131,7 +131,7 @@ class TestWithoutLightning:
     """Importing Lightning and torch takes seconds, and answers that need neither came after them."""
 
     LINES = (
-        "--help", "--version", *(f"{command.name} --help" for command in COMMANDS if command.module != "fit"),
+        "--help", "--version", *(f"{command.name} --help" for command in COMMANDS if command.module != "training"),
         "bench --help", "strategies", "strategies --json", "strategies --jsno", "fitt", "bench", "doctor --jsno",
         "plan --example=seed", "bench strategies --model=resnet", "bench collectives --jsno",
         "plan --strategies ring_dpd", "bench collectives --backends glo", "serve --master-port=0",

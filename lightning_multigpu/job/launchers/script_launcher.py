@@ -24,7 +24,6 @@ from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.uncaught_errors import print_if_uncaught
-from lightning_multigpu.job.waiting_ranks import are_waiting, launch_rank
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -90,20 +89,8 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
-        environment = self.cluster_environment
         try:
-            if not are_waiting():
-                self._call_children_scripts()
-                return
-            os.environ.update(
-                MASTER_ADDR=environment.main_address,
-                MASTER_PORT=str(environment.main_port),
-                NODE_RANK=str(environment.node_rank()),
-                LOCAL_RANK=str(environment.local_rank()),
-                WORLD_SIZE=str(self.num_processes * self.num_nodes),
-            )
-            for local_rank in range(1, self.num_processes):
-                self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
+            self._call_children_scripts()
         except BaseException as error:
             guardian.kill()
             for process in self.procs:
