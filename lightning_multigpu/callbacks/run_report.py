@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import socket
 import time
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -24,7 +26,6 @@ from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.monitor import KEYS, Monitor
 from lightning_multigpu.callbacks.probes import machine_of
-from lightning_multigpu.callbacks.strategy_identity import identify, strategy_options
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -140,7 +141,7 @@ class RunReport(Callback):
             aggregations=KEYS,
             parameter_servers=told[0].servers,
             tensor_split=self._split_plan,
-            strategy_options=strategy_options(trainer.strategy),
+            all_options=getattr(trainer.strategy, "options", {}),
         )
         self.report = as_json(report)
         if not trainer.is_global_zero:
@@ -278,6 +279,28 @@ def _facts(trainer: Trainer, module: LightningModule) -> document.RunFacts:
             **machine_of(device_type),
         ),
     )
+
+
+def identify(strategy: Strategy) -> tuple[str, dict[str, Any]]:
+    """The registered name that leaves the fewest options to add, and these options, as JSON has them.
+
+    Of Lightning's own strategies it is the first name of the class, without options.
+    """
+    options: dict[str, Any] = getattr(strategy, "options", {})
+    best: tuple[str, dict[str, Any]] | None = None
+    for name in StrategyRegistry:
+        made = StrategyRegistry[name]["strategy"]
+        if getattr(made, "strategy", made) is type(strategy):  # those of this pack are rows
+            usual = StrategyRegistry.get(name).options if options else {}
+            further = {option: value for option, value in options.items() if usual[option] != value}
+            best = min(best or (name, further), (name, further), key=lambda found: len(found[1]))
+    name, further = best or (type(strategy).__name__, options)
+    return name, json.loads(json.dumps(further, default=_name_of))
+
+
+def _name_of(value: Any) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def versions_of(device: torch.device) -> dict[str, str]:

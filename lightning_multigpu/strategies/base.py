@@ -207,6 +207,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
         return {
+            "start_method": self._start_method,
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
             "verify_steps": self.share_proof.num_steps,

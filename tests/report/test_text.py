@@ -155,7 +155,6 @@ def test_text_of_all_that_can_be_measured() -> None:
     assert cells(shown, "throughput")[0] == "179", "both ranks together"
     assert re.search(r"^1 +8 +1 +20 +20$", shown, re.MULTILINE), "staleness"
     assert "\nruns/trace.gz (rank 1 on host<1>)\n" in shown
-    assert "imbalance of shards" in shown
     assert "launch-bound" in shown
 
 

@@ -120,7 +120,9 @@ class TensorSplitStrategy(RingDDPStrategy):
     def options(self) -> dict[str, Any]:
         tensor, data = self._asked_sizes
         sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-        return {**super().options, **sizes, "plan": self._plan, "verify_steps": self._verify_steps}
+        options = {**super().options, **sizes, "plan": self._plan, "verify_steps": self._verify_steps}
+        del options["compression"]  # it has none
+        return options
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
