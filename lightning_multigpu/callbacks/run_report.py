@@ -148,7 +148,7 @@ class RunReport(Callback):
             return
         if self._print_table:
             print(text(report))
-        if self._write_file and not is_fast_dev_run(trainer):
+        if self._write_file and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # attached, not annotated
             self._write(self.files(report))
 
     @override
@@ -242,10 +242,6 @@ def memory_of(trainer: Trainer) -> document.HeldMemory:
         held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
     peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return document.HeldMemory(rank=trainer.global_rank, **vars(held), device_peak_bytes=peak_bytes)
-
-
-def is_fast_dev_run(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning attaches it without an annotation
 
 
 def gather(trainer: Trainer, record: _Object) -> list[_Object]:
