@@ -23,13 +23,12 @@ from typing_extensions import override
 from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
 from lightning_multigpu.callbacks.profile.traced_steps import launches_of, reads_of, traced
 from lightning_multigpu.communication.metering.clocks import synchronise
-from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, ReadValues
 from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.run_view import view_of
 
 _FEWEST = 5
 """Steps that are counted however long they take."""
@@ -85,8 +84,8 @@ class ProfiledWindow:
         activations: bool,
         waits_for_device: bool,
     ) -> None:
-        meter = getattr(trainer.strategy, "meter", None)
-        self._meter = meter if isinstance(meter, Meter) else None
+        self._view = view_of(trainer)
+        self._meter = self._view.meter
         self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
         self._device = trainer.strategy.root_device if waits_for_device else torch.device("cpu")
         self._rank = trainer.global_rank
@@ -118,13 +117,13 @@ class ProfiledWindow:
         self.batches = 0
         self.interrupted = False
 
-    def close(self, trainer: Trainer) -> None:
+    def close(self) -> None:
         """Training has ended, maybe within the window."""
         if self._meter is not None:
             self._meter.flush()
         self.stop()
         if self.stages is None and self._counted:
-            self.stages = _stages_of(trainer)
+            self.stages = self._view.stage_record()
 
     def stop(self) -> None:
         """Puts back what the window has replaced."""
@@ -143,7 +142,7 @@ class ProfiledWindow:
                 begin_s, start_s = start_s, self.now()
                 if not self.interrupted:
                     self._counted.append((begin_s, start_s, self.batches))
-        self.stages = _stages_of(trainer)
+        self.stages = self._view.stage_record()
         if self._activations:
             module = trainer.lightning_module
             saved = SavedActivations([*module.parameters(), *module.buffers()])
@@ -230,11 +229,6 @@ class ProfiledWindow:
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
         self._exposed += [interval for interval in exposed if interval[0] < self._end_s]
-
-
-def _stages_of(trainer: Trainer) -> StageRecord | None:
-    strategy = trainer.strategy
-    return strategy.stage_record() if isinstance(strategy, MultiGPUStrategy) else None
 
 
 def _profiler(trainer: Trainer) -> Profiler:

@@ -17,7 +17,6 @@ from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow
 from lightning_multigpu.callbacks.run_report import RunReport
 from lightning_multigpu.planning.rank_figures import ModelFigures
 from lightning_multigpu.report import document, page
-from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 
 
@@ -101,8 +100,7 @@ class ProfilerReport(RunReport):
                 activations=self._activations,
                 waits_for_device=self._for_plan,
             )
-            if isinstance(trainer.strategy, MultiGPUStrategy):
-                trainer.strategy.record_stages()
+            self._view.record_stages()
         self._model, self._usage = None, None
         if self._is_active and trainer.world_size == 1:
             device = trainer.strategy.root_device
@@ -139,7 +137,7 @@ class ProfilerReport(RunReport):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if self._window is not None:
-            self._window.close(trainer)
+            self._window.close()
             if self._memory is not None:
                 self._memory = replace(self._memory, activations_bytes=self._window.activations_bytes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.dry_run import rounding, traceless, unlogged_loss
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import (
@@ -262,8 +264,8 @@ class TensorSplitStrategy(RingDDPStrategy):
             self.model = self._wrapped(module)
 
     @override
-    def split_plan(self) -> SplitPlan | None:
-        return self._split_plan
+    def run_view(self) -> RunView:
+        return replace(super().run_view(), split_plan=lambda: self._split_plan)
 
     # Training
 
