@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.engine.parameter_server.server_statistics import ServerStatistics
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -37,7 +36,7 @@ class RunView:
             gets the newest of each rank that has passed one, another rank its own alone. None with collectives.
         gather_at_end: a list that gets the results of a function on all ranks, as JSON has them, after all callbacks'
             ``on_train_end``: on rank 0 of all ranks, elsewhere its own. None if collectives still work then.
-        server_statistics: counts of the parameter servers, on rank 0; None elsewhere and without servers.
+        server_statistics: ``ServerStatistics`` of the parameter servers, on rank 0; None elsewhere and without servers.
         split_plan: the blocks of layers that are split over ranks; None without a tensor split.
         record_stages: records the passes of this rank's stages of a pipeline in each following fit.
         stage_record: the newest steps and the memory of these stages, up to ``on_train_end``; None without a pipeline.
@@ -53,7 +52,7 @@ class RunView:
     gather: Callable[[Any], list[Any]] = lambda value: [value]
     newest_of_ranks: Callable[[str, Any], list[Any] | None] = lambda name, value: None
     gather_at_end: Callable[[Callable[[], Any]], list[Any] | None] = lambda value: None
-    server_statistics: Callable[[], ServerStatistics | None] = lambda: None
+    server_statistics: Callable[[], Any] = lambda: None
     split_plan: Callable[[], SplitPlan | None] = lambda: None
     record_stages: Callable[[], None] = lambda: None
     stage_record: Callable[[], StageRecord | None] = lambda: None
