@@ -5,7 +5,7 @@
     lightning-multigpu fit --config configs/ring_ddp.yaml --trainer.max_epochs=3
     lightning-multigpu fit --resume runs/ring_ddp/version_0
     lightning-multigpu fit --model=examples.digits.DigitsCNN --data=examples.digits.DigitsData --trainer.max_epochs=3
-    lightning-multigpu strategies --json
+    lightning-multigpu strategies
 
 ``fit``, ``validate``, ``test`` and ``predict`` are Lightning's command line with the names of this pack known to it. A
 strategy is given by its name (``--trainer.strategy=ring_ddp``) or, where it takes options, by its class::

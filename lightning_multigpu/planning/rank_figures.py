@@ -38,9 +38,7 @@ class RankFigures:
         batches: batches of an optimizer step.
         data_workers: worker processes of its DataLoader; absent if unknown.
         parameters_bytes: of the parameters that it holds.
-        operators: of one step, those with the most time of their own; empty if operators were not recorded.
-        launches: the launches of that step's kernels; absent without a GPU.
-        trace: the file of torch's profiler with that step, on the rank's host.
+        launches: the launches of a step's kernels; absent without a GPU.
         reads: functions that wait for values of tensors in a step.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
         others: the share of the processors, or of its GPU, that other processes took; only on one device.
@@ -61,9 +59,7 @@ class RankFigures:
     batches: int = 1
     data_workers: int | None = None
     parameters_bytes: int = 0
-    operators: Sequence[OperatorTime] = ()
     launches: LaunchQueue | None = None
-    trace: str | None = None
     reads: Sequence[ReadValues] = ()
     adding_s: float = 0.0
     others: float | None = None
@@ -159,15 +155,6 @@ class TransferSums:
     sent_bytes: float
     memory_bytes: float
     seconds: float
-
-
-class OperatorTime(NamedTuple):
-    """An operator, ``[name, calls, cpu_s, gpu_s]``: its seconds are without those of operators within it."""
-
-    name: str
-    calls: int
-    cpu_s: float
-    gpu_s: float
 
 
 @dataclass(frozen=True)

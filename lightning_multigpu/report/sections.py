@@ -169,8 +169,6 @@ def sections(report: RunDocument) -> Iterator[Section]:
         yield from _transfers(report.profile, report.strategy.name)
     for of_run in (_whole_run, _memory, _staleness):
         yield from of_run(report)
-    if report.profile is not None:
-        yield from _operators(report.profile)
 
 
 def _phases(profile: Profile) -> Iterator[Section]:
@@ -294,20 +292,6 @@ def _staleness(report: RunDocument) -> Iterator[Section]:
             title="Staleness of updates",
             table=[["rank", "updates", "median", "95 % at most", "largest"], *rows],
             note="updates that other ranks made between a rank's pull of the weights and its update",
-        )
-
-
-def _operators(profile: Profile) -> Iterator[Section]:
-    operators = profile.ranks[0].operators
-    if operators:
-        shown = 4 if any(each.gpu_s for each in operators) else 3  # no GPU, no column
-        rows = [["operator", "calls", "on the CPU", "on the GPU"]]
-        rows += [[name, f"{calls}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
-        traces = [f"{rank.trace} (rank {rank.rank} on {rank.host})" for rank in profile.ranks if rank.trace is not None]
-        yield Section(
-            title="Operators of a step on rank 0, by their own time",
-            table=[row[:shown] for row in rows],
-            note="\n".join(traces and ["Their timelines; https://ui.perfetto.dev opens several at once:", *traces]),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -53,6 +54,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.dry_run import check_share, check_takes_batch
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
@@ -114,7 +116,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             ``verify_steps``, in training and on all ranks, the gradients do not add up.
     """
 
-    devices_per_rank = 1
     starts_ranks = True
     pipeline_parallel_size = 1
     tensor_parallel_size = 1
@@ -199,12 +200,14 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         names = (name for each in strategies for name in option_checks.options_of(each, eval_str=False))
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
-    # What callbacks ask, beside Lightning's own interface and PackStrategy's answers
+    # What callbacks ask
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
         return {
+            "start_method": self._start_method,
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
             "verify_steps": self.verify_steps,
@@ -212,19 +215,20 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             "activation_checkpointing": self.steps.recomputed,
         }
 
-    @property
-    def owns_batch(self) -> bool:
-        """False if this rank's batch does not count: a copy of another rank's, or a repeated one of weight 0."""
-        return self.feed.counts and self.global_rank % self._model_parallel_size == 0
+    @override
+    def run_view(self) -> RunView:
+        return replace(
+            super().run_view(),
+            data_ranks=self.data_parallel_size,
+            owns_batch=lambda: self.feed.counts and self.global_rank % self._model_parallel_size == 0,
+            is_common=self.signals.agreed_on,
+            gather=self.gather_objects,
+        )
 
     @property
     def loss_scale(self) -> float:
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return self.feed.loss_scale
-
-    def is_common(self, error: BaseException) -> bool:
-        """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
-        return self.signals.agreed_on(error)
 
     # The mesh
 

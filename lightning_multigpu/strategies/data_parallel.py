@@ -87,7 +87,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     strategy_name = "dp"
     starts_ranks = False
-    owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
+    loss_scale = 1.0
 
     def __init__(
         self,
@@ -119,6 +119,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._seen: set[str] = set()  # the steps that have run
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
         return {
@@ -132,6 +133,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         return self.parallel_devices or [self._root_device]
 
     @property
+    @override
     def devices_per_rank(self) -> int:
         """Number of replicas."""
         return len(self.devices)

@@ -161,7 +161,7 @@ class Noting(Callback):
         self.held = sum(local(parameter).numel() for parameter in module.parameters())
         self.state = sum(v.numel() for s in held_states(trainer.optimizers[0]).values() for v in s.values())
         if isinstance(trainer.strategy, TensorSplitStrategy):
-            self.plan = trainer.strategy.split_plan()
+            self.plan = trainer.strategy.run_view().split_plan()
             self.sent = trainer.strategy.meter.steps[-1].operations
             self.split = dict(Counter(block.shape for block, _applied in trainer.strategy._layers.split))
 
