@@ -1,28 +1,11 @@
-"""The plan of a tensor split: the blocks of layers that are split, each rank's memory, and each block's traffic."""
+"""The plan of a tensor split: the blocks of layers that are split, and each rank's memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-
-Direction = Literal["forward", "backward"]
-
-
-@dataclass(frozen=True)
-class BlockTraffic:
-    """Collectives of one operation in one pass through a block.
-
-    ``size_bytes`` are those of the whole tensors of all collectives, ``sent_bytes`` what each rank sends in a ring.
-    """
-
-    direction: Direction
-    operation: str
-    count: int
-    size_bytes: int
-    sent_bytes: float
 
 
 @dataclass(frozen=True)
@@ -34,7 +17,6 @@ class SplitBlocks:
         kind: the names of their layers, with * for numbers.
         whole_bytes: bytes of all blocks' parameters on one device.
         rank_bytes: bytes of the first rank's parts of these parameters.
-        traffic: one block's traffic in the first batch.
     """
 
     shape: str
@@ -42,7 +24,6 @@ class SplitBlocks:
     num_blocks: int
     whole_bytes: int
     rank_bytes: int
-    traffic: Sequence[BlockTraffic]
 
 
 @dataclass(frozen=True)

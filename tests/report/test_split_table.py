@@ -8,7 +8,7 @@ from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
 from lightning_multigpu.report.split_table import summary
 
-BLOCKS = SplitBlocks("attention", "layers.*.(qkv, out)", 4, 8_000, 4_100, [])
+BLOCKS = SplitBlocks("attention", "layers.*.(qkv, out)", 4, 8_000, 4_100)
 
 
 def lines(ranks: Sequence[HeldBytes]) -> list[str]:

@@ -327,7 +327,7 @@ class _ColumnLinear(Function):
         if ctx.needs_input_grad[1]:
             of_weight = rows.t() @ _rows(input)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return None if pending is None else pending.finish(), of_weight, of_bias, None
+        return None if pending is None else pending(), of_weight, of_bias, None
 
 
 class _Sum(Function):

@@ -145,7 +145,7 @@ class SplitLayers:
         trials = Trials(step)
         trials.run(self._blocks)
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
-        rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
+        rows = rows_of_plan(module, trials.split)
         plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), held, ranks)
         self._check(plan)
         if proof is not None and proof.obstacle:
