@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from lightning_multigpu.engine.errors import error_of_users
 from lightning_multigpu.engine.parity import without_gradients
@@ -88,19 +88,6 @@ class TracelessStep:
         return next(filter(None, self.gather(problem)), "")
 
 
-@contextmanager
-def _trained(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Within the block frozen parameters get gradients too: their layers may be unfrozen later."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
 class Trials:
     """Splits the blocks of a module in which a step computes on parts; a collective of all ranks."""
 
@@ -121,12 +108,11 @@ class Trials:
             self._step.forward()
         called = self._step.gather(found)[0]
         gc.collect()  # a graph of earlier runs that lives in a cycle would keep the whole shapes of parameters
-        with _trained([p for p in self._module.parameters() if p.is_floating_point()]):  # later, a callback unfreezes
-            by_kind: dict[str, list[Block]] = {}
-            for block in find(called):
-                by_kind.setdefault(block.kind, []).append(block)
-            for blocks in by_kind.values():
-                self._split(blocks)
+        by_kind: dict[str, list[Block]] = {}
+        for block in find(called):
+            by_kind.setdefault(block.kind, []).append(block)
+        for blocks in by_kind.values():
+            self._split(blocks)
 
     def _split(self, blocks: Sequence[Block]) -> None:
         """Splits blocks of a kind, each in the first way in which the step does not gather what it computes."""

@@ -18,7 +18,6 @@ from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
-from lightning_multigpu.engine.hugging_face import saving_whole
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -96,7 +95,6 @@ def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tup
     strategy.groups.also_cut.append(group.abort)
     strategy._undo.callback(group.close)
     strategy._undo.enter_context(functions_get_whole())
-    strategy._undo.enter_context(saving_whole(strategy._module))
     return group, strategy.metered(ranks, "tensor")
 
 

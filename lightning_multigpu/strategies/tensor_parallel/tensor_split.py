@@ -67,7 +67,6 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     Args:
         tensor_parallel_size: ranks that split each layer; by default all ranks.
-        data_parallel_size: number of tensor groups; may be given instead of ``tensor_parallel_size``.
         plan: the layers to split. "auto" finds pairs of linear layers, attention, and embeddings with their heads. Or a
             mapping from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs are split),
             "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). A plan that changes
@@ -88,16 +87,14 @@ class TensorSplitStrategy(RingDDPStrategy):
         self,
         *,
         tensor_parallel_size: int | None = None,
-        data_parallel_size: int | None = None,
         plan: Plan = "auto",
         verify_steps: int = 1,
         **options: Any,
     ) -> None:
         if verify_steps not in (0, 1):
             raise ValueError(f"verify_steps={verify_steps!r}: pass 1 to compare a step with one on whole layers, or 0")
-        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
-            if size is not None:
-                option_checks.check_number(name, size, whole=True)
+        if tensor_parallel_size is not None:
+            option_checks.check_number("tensor_parallel_size", tensor_parallel_size, whole=True)
         check_plan(plan)
         super().__init__(**options)
         if (compressor := self._transport.compressor) is not None:
@@ -106,7 +103,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                 "apart, compressed with other parts on each rank; leave it out, or use "
                 "HybridStrategy(pipeline_parallel_size=1, compression=...)"
             )
-        self._asked_sizes = tensor_parallel_size, data_parallel_size
+        self._asked_size = tensor_parallel_size
         self._plan: Plan = plan
         self._verify_steps = verify_steps
         # During a run:
@@ -118,15 +115,13 @@ class TensorSplitStrategy(RingDDPStrategy):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        tensor, data = self._asked_sizes
-        sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-        return {**super().options, **sizes, "plan": self._plan, "verify_steps": self._verify_steps}
+        own = {"tensor_parallel_size": self._asked_size, "plan": self._plan, "verify_steps": self._verify_steps}
+        return {**super().options, **own}
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
         """Ranks that split each layer."""
-        tensor, data = self._asked_sizes
-        return tensor or max(1, self.num_nodes * self.num_processes // (data or 1))
+        return self._asked_size or self.num_nodes * self.num_processes
 
     @property
     def _split_layers(self) -> SplitLayers | None:
@@ -138,20 +133,14 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        world, (tensor, data) = self.num_nodes * self.num_processes, self._asked_sizes
-        size = self.tensor_parallel_size
+        world, size = self.num_nodes * self.num_processes, self.tensor_parallel_size
         if size < 2:
             raise ValueError(
                 f"tensor_parallel_size={size}: layers are split over 2 ranks or more; pass devices=2, or "
                 "strategy='ring_ddp' to train on whole layers"
             )
-        if world % size or (tensor and data and tensor * data != world):
-            given = " times ".join(
-                f"{name}={value}"
-                for name, value in (("tensor_parallel_size", tensor), ("data_parallel_size", data))
-                if value
-            )
-            raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
+        if world % size:
+            raise ValueError(f"tensor_parallel_size={size} does not divide the {world} ranks; pass a divisor of them")
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
