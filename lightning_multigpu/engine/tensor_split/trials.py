@@ -11,7 +11,6 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import groupby
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -184,15 +183,21 @@ class Trials:
         return first or ({name: text for found, _ in reversed(ranks) for name, text in found.items()}, "")
 
 
-def rows_of_plan(module: Module, split: Sequence[tuple[Block, Applied]]) -> list[SplitBlocks]:
-    """The rows of a plan, one for blocks of a kind, which :class:`Trials` splits one after the other."""
-    parts = dict(module.named_modules())
+def rows_of_plan(module: Module, split: Sequence[tuple[Block, Applied]], left: Sequence[Left]) -> list[SplitBlocks]:
+    """The rows of a plan: for split blocks of a kind, and for those that stay whole for the same reason.
+
+    Whole blocks have their full names if other blocks of their kind are split.
+    """
+    parts, split_kinds = dict(module.named_modules()), {block.kind for block, _ in split}
+    by_row: dict[tuple[str, str], list[Block]] = {}
+    for block, reason in [*((block, "") for block, _ in split), *left]:
+        by_row.setdefault((block.kind, reason), []).append(block)
     rows = []
-    for kind, of_kind in groupby((block for block, _ in split), key=lambda block: block.kind):
-        blocks = [*of_kind]
+    for (kind, reason), blocks in by_row.items():
+        names = ", ".join(block.name for block in blocks) if reason and kind in split_kinds else kind
         parameters = {p for block in blocks for name in block.roles for p in parts[name].parameters()}
         sizes = sum(map(_whole_bytes, parameters)), sum(parameter.nbytes for parameter in parameters)
-        rows.append(SplitBlocks(blocks[0].shape, kind, len(blocks), *sizes))
+        rows.append(SplitBlocks(blocks[0].shape, names, len(blocks), *sizes, reason))
     return rows
 
 

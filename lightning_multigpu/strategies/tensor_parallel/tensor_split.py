@@ -29,7 +29,6 @@ from lightning_multigpu.engine.tensor_split.parts import whole, whole_values
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
 from lightning_multigpu.strategies.steps.dry_run import rounding, traceless, unlogged_loss
@@ -244,7 +243,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                 proves=self._verify_steps > 0,
             )
         self._split_plan = plan
-        rank_zero_info(summary(plan))
+        rank_zero_info(str(plan))
         if self.reducer is not None:
             self.model = self._wrapped(module)
 
