@@ -18,7 +18,6 @@ from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
-from lightning_multigpu.engine.hugging_face import saving_whole
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -34,10 +33,10 @@ from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, s
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, user_line
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.placement.table import split_of as shards_of
-from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
@@ -96,7 +95,6 @@ def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tup
     strategy.groups.also_cut.append(group.abort)
     strategy._undo.callback(group.close)
     strategy._undo.enter_context(functions_get_whole())
-    strategy._undo.enter_context(saving_whole(strategy._module))
     return group, strategy.metered(ranks, "tensor")
 
 
@@ -145,8 +143,7 @@ class SplitLayers:
         trials = Trials(step)
         trials.run(self._blocks)
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
-        rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
-        plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), held, ranks)
+        plan = SplitPlan(num_ranks, rows_of_plan(module, trials.split, trials.left), held, ranks)
         self._check(plan)
         if proof is not None and proof.obstacle:
             rank_zero_info(proof.obstacle)
@@ -172,10 +169,10 @@ class SplitLayers:
         return planned_blocks(self._module, roles, found)
 
     def _check(self, plan: SplitPlan) -> None:
-        reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
-        if plan.whole and self._plan != "auto":
+        reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.blocks if each.reason)
+        if reasons and self._plan != "auto":
             raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
-        if not plan.blocks:
+        if all(each.reason for each in plan.blocks):
             raise ValueError(
                 "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
                 "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
@@ -274,15 +271,3 @@ class SplitLayers:
         if split is None:
             return part
         return split.gather(part.detach().to(parameter.device), self._group, name).to(part.device, copy=True)
-
-
-def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) -> list[WholeBlocks]:
-    """Whole blocks by kind and reason; by full names if other blocks of the kind are split."""
-    kinds = {block.kind for block, _ in split}
-    by_row: dict[tuple[str, str, str], list[Block]] = {}
-    for block, reason in left:
-        by_row.setdefault((block.shape, block.kind, reason), []).append(block)
-    return [
-        WholeBlocks(shape, ", ".join(b.name for b in blocks) if kind in kinds else kind, len(blocks), reason)
-        for (shape, kind, reason), blocks in by_row.items()
-    ]
