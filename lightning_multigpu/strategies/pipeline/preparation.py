@@ -21,6 +21,7 @@ from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
 from lightning_multigpu.engine.pipeline.measuring.uses import lacking
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.step_state import preserved_values, seed_of, without_differentiation
+from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
@@ -197,6 +198,7 @@ class Preparation:
         for of_rank in model.stages.gather_objects(found):
             parts |= of_rank
         optimizers = model.module.trainer.optimizers
+        first, last = model.ownership.at_ends()
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
             model.chain.training_bytes(optimizers),
@@ -204,5 +206,5 @@ class Preparation:
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             num_micro_batches=len(batch.parts),
-            end_bytes=model.ownership.end_bytes(optimizers),
+            end_bytes=(held_bytes(first, optimizers).total, held_bytes(last, optimizers).total),
         )
