@@ -546,7 +546,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
-        if self._trained is None or self.replicas_differ or not self._trained.has_changed(self.optimizers):
+        if self._trained is None or self._ranks_may_differ or not self._trained.has_changed(self.optimizers):
             return
         self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
         self._settle_buffers()
@@ -667,19 +667,24 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     # What ranks have in common
 
+    @property
+    def replicas_differ(self) -> bool:
+        """True while ranks may hold different values of the same parameters."""
+        return False
+
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
         named = not_ignored(self._module, self._module.named_parameters())
         return [(self.collectives.data, [(name, value) for name, value in named if self.holds(value)])]
 
     @property
-    def replicas_differ(self) -> bool:
-        """Whether ranks may hold different values of the same parameters."""
+    def _ranks_may_differ(self) -> bool:
+        """Whether ranks may hold different values of the same parameters at some time."""
         return False
 
     def _common_parameters(self) -> dict[str, Tensor]:
         """The parameters of which all ranks hold the same values at all times, by name."""
-        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self.replicas_differ:
+        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self._ranks_may_differ:
             return {}
         return dict(not_ignored(self._module, self._module.named_parameters()))
 
