@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import CommonStep, RankFigures
 from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s
+from lightning_multigpu.report.pipelines import PipelineFigures
+from lightning_multigpu.report.rank_figures import CommonStep, RankFigures
 
 SMALLEST_SHARE = 0.05
 """A smaller saving, as a share of the step, is not reported."""
