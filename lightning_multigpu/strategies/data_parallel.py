@@ -54,7 +54,6 @@ from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
@@ -107,7 +106,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.meter = Meter()
-        self.saves = RunCheckpoints(self)  # type: ignore[arg-type]  # what it calls is named above
         # The Trainer sets these attributes if a strategy has them.
         self.parallel_devices = parallel_devices
         self.cluster_environment: ClusterEnvironment | None = None

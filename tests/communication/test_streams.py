@@ -23,7 +23,7 @@ BYTES = 400
 @pytest.fixture
 def meter(fake_gpu: FakeGPU) -> Meter:
     meter = Meter(clock=lambda: fake_gpu.now_s)
-    meter.waited_on_stream(recorded_event())  # the first event waits for the device
+    meter.waited(recorded_event())  # the first event waits for the device
     meter.discard()
     fake_gpu.waits = 0
     return meter
@@ -88,7 +88,7 @@ def test_buckets_are_hidden_by_backward_but_for_the_last(hook: Any, meter: Meter
 
 
 def test_an_average_between_two_kernels_is_exposed(meter: Meter, fake_gpu: FakeGPU) -> None:
-    """``average_every``: the host is done at once, so that its clock shows nothing."""
+    """The host is done at once, so that its clock shows nothing."""
     reducer = GradientReducer(world(), meter)
     fake_gpu.run(2.0)
     reducer.average(tensor())

@@ -74,7 +74,7 @@ class _Beside(NamedTuple):
         try:
             return self.result.result()
         finally:
-            self.meter.waited(start_s, self.meter.now())
+            self.meter.waited(start_s)
 
 
 class TensorGroup:

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
-    EndOfRun,
     SubprocessScriptLauncher,
     given_checkpoint,
     set_num_threads_if_needed,
@@ -23,7 +22,6 @@ from lightning_multigpu.job.guardian import Guardian
 from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import print_if_uncaught
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,7 +49,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._check(trainer)
             self._joining.resumes = given_checkpoint(function, args) is not None
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        watch = self._joining.watch
         guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
             guardian = start_guardian(self._run)
@@ -67,13 +64,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             note_refusal(error, f"rank {self._run.rank}")
             raise
         set_num_threads_if_needed(num_processes=self.num_processes)
-        try:
-            return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
-        except EndOfRun:  # on all ranks; their scripts go on
-            raise
-        except Exception as error:
-            print_if_uncaught(error, watch.report(self._run, trainer))
-            raise
+        return self._joining.watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
 
     def _check_started(self) -> None:
         """Raises ValueError where other ranks have been started than those of ``devices`` and ``num_nodes``."""

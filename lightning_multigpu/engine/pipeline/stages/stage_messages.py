@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
@@ -73,7 +72,7 @@ class PipelineGroup(PointToPointGroup):
     def pass_ends(self) -> None:
         """From here on the rank, or its stream, can only wait for messages, until :meth:`pass_begins`."""
         if self._idle_since is None:
-            self._idle_since = recorded_event() if self._on_stream else self._meter.now()
+            self._idle_since = self._meter.mark(on_stream=self._on_stream)
 
     def pass_begins(self) -> None:
         """Ends the wait since the last pass; messages sent after that pass count as sent."""
@@ -81,10 +80,8 @@ class PipelineGroup(PointToPointGroup):
             transfer.finish()
         self._sending.clear()
         since, self._idle_since = self._idle_since, None
-        if since is not None and self._on_stream:
-            self._meter.waited_on_stream(since)
-        elif since is not None:
-            self._meter.waited(since, self._meter.now())
+        if since is not None:
+            self._meter.waited(since)
 
     def sends_until_next_pass(self, transfer: Transfer) -> None:
         """Lets a schedule's transfer last until the next pass begins; the rank does not know when it really ends."""
