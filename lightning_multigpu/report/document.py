@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from lightning_multigpu.planning.diagnosis import Finding, diagnose
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import RankFigures
 from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.report.diagnosis import Finding, diagnose
 from lightning_multigpu.report.pipelines import TimedPipeline, timed_pipelines
+from lightning_multigpu.report.rank_figures import RankFigures
 from lightning_multigpu.report.schema import ReportError, from_json
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 

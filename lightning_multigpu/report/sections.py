@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.numbers import BYTES, ms, number, size
 from lightning_multigpu.planning.pipelines.timeline import bubble, usage
-from lightning_multigpu.planning.rank_figures import RankFigures
-from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import colours
+from lightning_multigpu.report.diagnosis import Finding
 from lightning_multigpu.report.document import Profile, RunDocument
+from lightning_multigpu.report.rank_figures import PHASES, RankFigures
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
-from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, TransferSums
 from lightning_multigpu.report.document import (
     HeldMemory,
     RunDocument,
@@ -16,6 +15,7 @@ from lightning_multigpu.report.document import (
     Staleness,
     WorkerFigures,
 )
+from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, TransferSums
 from tests.report.examples import document_of, record
 
 PHASES_S = {"data_wait": 0.05, "forward": 0.02, "backward": 0.04, "communication": 0.01, "optimizer": 0.005}

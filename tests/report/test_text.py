@@ -15,8 +15,8 @@ import pytest
 
 from lightning_multigpu.callbacks.communication import purpose_of
 from lightning_multigpu.cli import main
-from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.report import document
+from lightning_multigpu.report.diagnosis import Finding
 from lightning_multigpu.report.page import FILE_NAME, page
 from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.report.text import text

@@ -15,8 +15,8 @@ from lightning_multigpu.callbacks.other_processes import Usage, share_of_others,
 from lightning_multigpu.callbacks.profile.model_figures import model_figures
 from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow
 from lightning_multigpu.callbacks.run_report import RunReport
-from lightning_multigpu.planning.rank_figures import ModelFigures
 from lightning_multigpu.report import document, page
+from lightning_multigpu.report.rank_figures import ModelFigures
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 
 
@@ -24,7 +24,7 @@ class ProfilerReport(RunReport):
     """A :class:`RunReport` that profiles a window of optimizer steps, and says which parts of a step take its time.
 
     The report begins with what limits a step. It has the phases of a step for each rank (see
-    :mod:`lightning_multigpu.planning.step_phases`) and the diagnosis: each reason for long steps with its evidence, its
+    :data:`.PHASES`) and the diagnosis: each reason for long steps with its evidence, its
     remedy, and the predicted step time with that remedy, the largest saving first. A saving below 5 % of a step is not
     shown. ``report.html``, beside ``multigpu_report.json``, is a page of it.
 
