@@ -125,8 +125,10 @@ class HierarchicalAllReduce:
 
     @property
     def order(self) -> list[int]:
-        """The order of the ranks' parts in :meth:`reduce_scatter` and :meth:`all_gather`: first those of all hosts' first
-        ranks. Rank r is rank r % k of host r // k, where each host has k ranks."""
+        """The order of the ranks' parts in :meth:`reduce_scatter`: first those of the first ranks of all hosts.
+
+        Rank r is rank r % k of host r // k, where each host has k ranks.
+        """
         size, hosts = self._layout
         return [host * size + local for local in range(size) for host in range(hosts)]
 
@@ -135,7 +137,7 @@ class HierarchicalAllReduce:
         return 1 if self.inside is None else self.inside.world_size, 1 if self._ring is None else self._ring.world_size
 
     def _parts(self, bounds: Bounds) -> tuple[Bounds, Bounds, slice]:
-        """The shards of the ranks inside this host; within this rank's shard, the parts of all hosts; and that shard."""
+        """The shards of this host's ranks; the parts of all hosts within this rank's shard; and that shard."""
         size, hosts = self._layout
         inside = [(bounds[k * hosts][0], bounds[(k + 1) * hosts - 1][1]) for k in range(size)]
         own = 0 if self.inside is None else self.inside.rank
@@ -165,11 +167,10 @@ class HierarchicalAllReduce:
     def sent_parts(self, bounds: Bounds, itemsize: int) -> tuple[SentBytes, SentBytes]:
         """Bytes that this rank sends in a :meth:`reduce_scatter`, and in an :meth:`all_gather`."""
         inside, between, shard = self._parts(bounds)
-        sizes, own = [b - a for a, b in between], 0 if self._ring is None else self._ring.rank
-        total, held = inside[-1][1], shard.stop - shard.start
-        reduced = SentBytes(held - sizes[own], total - held)
-        gathered = SentBytes(held - sizes[(own + 1) % len(sizes)], held if self.inside is not None else 0)
-        return tuple(SentBytes(*(number * itemsize for number in sent)) for sent in (reduced, gathered))  # type: ignore[return-value]
+        sizes = [(b - a) * itemsize for a, b in between]
+        own, held, total = 0 if self._ring is None else self._ring.rank, sum(sizes), inside[-1][1] * itemsize
+        shared = 0 if self.inside is None else held
+        return SentBytes(held - sizes[own], total - held), SentBytes(held - sizes[(own + 1) % len(sizes)], shared)
 
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.
