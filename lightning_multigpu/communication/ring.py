@@ -214,7 +214,7 @@ class PendingRing:
         """
         if not self._steps:
             return self._tensor
-        world_size, due = self._ring.world_size, _AHEAD
+        world_size = self._ring.world_size
         for index, step in enumerate(self._steps):
             arriving, self._posted = self._posted, self._post(index + 1)
             completes = step.phase == "reduce" and index == world_size - 2
@@ -229,9 +229,6 @@ class PendingRing:
                     self._waiting.append(segment)
                 if self._waiting:
                     self._sends.append(self._send(self._waiting.popleft()))
-            due += len(list(self._segments(self._bounds[step.send])))
-            while self._waiting and len(self._sends) < due:  # a smaller chunk has arrived than was to be sent
-                self._sends.append(self._send(self._waiting.popleft()))
         self._sends += [self._send(segment) for segment in self._waiting]
         for work in self._sends:
             work.wait()
