@@ -131,7 +131,10 @@ class GuardianClient:
         self._send("joining", limit_s=limit_s)
 
     def signalled(self, status: int, number: int) -> None:
-        """Reports this rank's first, second... SIGINT or SIGTERM; the second ends the job with that exit status."""
+        """Reports this rank's first, second... SIGINT or SIGTERM, or by the number 0 that it acts on one.
+
+        After the first, ranks have ``failure_timeout_s`` to act; the second ends the job with that exit status at once.
+        """
         self._send("signalled", status=status, number=number)
 
     def finish(self) -> Failure | None:
