@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,7 +22,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
-from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
+from lightning_multigpu.job.guardian import Failure, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
@@ -45,28 +44,17 @@ _CONNECTION_LOST = re.compile(
 )
 
 
-@dataclass
-class Kept:
-    """The connection of this process to its guardian, from its first run until it has left a failed one.
-
-    ``guardian`` is set if this process has started it; ``place`` is the run's address and number of ranks.
-    """
-
-    client: GuardianClient
-    guardian: Guardian | None
-    place: tuple[object, ...]
-
-
-KEPT: list[Kept] = []
+# The connection of this process to its guardian, from its first run until it has left a failed one.
+KEPT: list[GuardianClient] = []
 
 
 def leave_guardian() -> None:
     """Ends the connection to the guardian, which ends with the last one."""
     while KEPT:
-        kept = KEPT.pop()
-        kept.client.leave()
-        if kept.guardian is not None:
-            kept.guardian.stop()
+        client = KEPT.pop()
+        client.leave()
+        if client.started is not None:
+            client.started.stop()
 
 
 class FailureWatch:
