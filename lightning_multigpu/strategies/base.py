@@ -584,10 +584,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.owned.steps[optimizer].load_state_dict(state)
         return None
 
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with whole tensors for parts in further entries; a collective of those that gather."""
-        return checkpoint
-
     def _further_state(self) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""
         return {}

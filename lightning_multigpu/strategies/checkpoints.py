@@ -17,6 +17,7 @@ from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.tensor_split.parts import whole_values
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files
 from lightning_multigpu.placement.owned_step import groups_alone
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
@@ -95,7 +96,7 @@ class RunCheckpoints:
             return
         checkpoint = {**checkpoint, **strategy._further_state()}
         if self.gathers:
-            checkpoint = strategy._whole_values(checkpoint)
+            checkpoint = {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
         with nullcontext() if remote is None else remote.served():
             Strategy.save_checkpoint(strategy, checkpoint, filepath, storage_options)
 

@@ -23,9 +23,8 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.step_state import other_random_states, torch_random_states
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole, whole_values
+from lightning_multigpu.engine.tensor_split.parts import own_state, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -336,10 +335,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._watch_states()
         found, layers = super()._whole_state(optimizer), self._split_layers
         return found if layers is None else layers.whole_optimizer_state(optimizer, found)
-
-    @override
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
 
 def _checksum_of_random_states(device: torch.device) -> int:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +18,7 @@ from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment, mapped
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError, Room
+from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
 from tests.engine.parameter_server.test_asynchronous_updates import workers
 from tests.engine.parameter_server.test_servers import job, server_step, train, vanish, wait_until
 from tests.engine.parameter_server.updates import assert_equal, averaged, gradients, groups_of, on_one_device, weights
@@ -34,11 +32,9 @@ def num_mapped() -> int:
     return Path("/proc/self/maps").read_text().count("/memfd:lightning_multigpu")
 
 
-@pytest.fixture
-def pair() -> tuple[Pair, Pair]:
-    """Both ends of the connections between a worker and a server, in this process."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connections = Connections()
+def test_last_words_arrive_although_no_further_message_can_be_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that fails sends its last words and closes the connection, perhaps before the worker expects more."""
+    store, connections = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), Connections()
 
     def end(is_server: bool) -> Pair:
         own, label = TCPStore("127.0.0.1", store.port, is_master=False), "the worker" if is_server else "the server"
@@ -46,41 +42,15 @@ def pair() -> tuple[Pair, Pair]:
 
     with ThreadPoolExecutor(2) as threads:
         worker, server = threads.map(end, (False, True))
-    return worker, server
-
-
-def fails(text: str) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError(text)
-
-    return fail
-
-
-def test_last_words_arrive_although_no_further_message_can_be_expected(
-    pair: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server that fails sends its last words and closes the connection, perhaps before the worker expects more."""
-    worker, server = pair
     expected = worker.expect()  # which also expects the last words
     server.send("an answer")
     server.send(LastWords("the disk is full"))
     assert expected.get() == "an answer"
-    monkeypatch.setattr(worker, "requests", SimpleNamespace(recv=fails("Connection closed by peer")))
+    closed = mock.Mock(side_effect=RuntimeError("Connection closed by peer"))
+    monkeypatch.setattr(worker, "requests", SimpleNamespace(recv=closed))
     for words in ("the server has failed: the disk is full", "the server has ended, or the connection to it"):
         with pytest.raises(PairEndedError, match=words):
             worker.receive()
-
-
-def test_an_error_that_is_not_of_the_connection_stays_as_it_is(
-    pair: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Too many open files, or no memory, was "the server has ended"."""
-    text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:208] rv != -1. Too many open files"
-    worker, _ = pair
-    monkeypatch.setattr(worker, "tensors", SimpleNamespace(send=fails(text)))
-    with pytest.raises(RuntimeError, match="Too many open files") as caught:
-        Room(worker, 0, torch.ones(1), torch.ones(1)).send()
-    assert not isinstance(caught.value, PairEndedError)
 
 
 @pytest.mark.parametrize("is_synchronous", [True, False], ids=["sync", "async"])
