@@ -54,7 +54,6 @@ from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
@@ -88,7 +87,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     strategy_name = "dp"
     starts_ranks = False
-    owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
+    loss_scale = 1.0
 
     def __init__(
         self,
@@ -107,7 +106,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.meter = Meter()
-        self.saves = RunCheckpoints(self)  # type: ignore[arg-type]  # what it calls is named above
         # The Trainer sets these attributes if a strategy has them.
         self.parallel_devices = parallel_devices
         self.cluster_environment: ClusterEnvironment | None = None
@@ -121,6 +119,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._seen: set[str] = set()  # the steps that have run
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
         return {
@@ -134,6 +133,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         return self.parallel_devices or [self._root_device]
 
     @property
+    @override
     def devices_per_rank(self) -> int:
         """Number of replicas."""
         return len(self.devices)

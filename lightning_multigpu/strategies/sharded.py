@@ -116,7 +116,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self.saves.begin(trainer, self._undo)
+        self.stream_saves(trainer, self._undo)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -178,7 +178,7 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        with self.saves.keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
+        with self._keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
             if self._owned and not self.failure_watch.failed:
                 self._in_parts = [] if has_kept or self.world_size == 1 else [*self._owned]
             self._undo.close()
@@ -255,12 +255,11 @@ class ShardedStrategy(MultiGPUStrategy):
         state = super()._whole_state(optimizer)
         if self.world_size == 1 or optimizer not in self.owned.steps:
             return state
-        if self.saves.remote is None:
+        if self.remote is None:
             group = self.new_group("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
-            self.saves.remote = RemoteValues(messages, dist.get_rank(group))
-        remote = self.saves.remote
-        received = remote.gather(state["state"], range(self.world_size - 1))
+            self.remote = RemoteValues(messages, dist.get_rank(group))
+        received = self.remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
-        return {**state, "state": whole if self.saves.stream else remote.fetched(whole)}
+        return {**state, "state": whole if self.streams else self.remote.fetched(whole)}

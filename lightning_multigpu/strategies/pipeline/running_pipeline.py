@@ -86,9 +86,9 @@ class RunningPipeline:
         self.outputs.add_first()
         undo.callback(self.outputs.leave)
         undo.enter_context(models_in_stages(module))
-        strategy.saves.remote = model.remote
+        strategy.remote = model.remote
         if axis is None:  # else all ranks of a tensor group gather
-            strategy.saves.begin(module.trainer, undo)
+            strategy.stream_saves(module.trainer, undo)
         else:
             undo.callback(axis.layers.follow_updates(plugin, strategy._watch_states).end)
         self.recorder = Recorder(model.meter, model.device)

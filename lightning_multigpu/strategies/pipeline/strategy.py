@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -24,7 +25,6 @@ from lightning_multigpu.engine.tensor_split.parts import own_state
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
@@ -32,6 +32,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
     checksum_before_transfer,
@@ -259,17 +260,22 @@ class PipelineStrategy(MultiGPUStrategy):
     # What callbacks ask
 
     @override
-    def split_plan(self) -> SplitPlan | None:
-        return None if self._axis is None else self._axis.plan
+    def run_view(self) -> RunView:
+        return replace(
+            super().run_view(),
+            split_plan=lambda: None if self._axis is None else self._axis.plan,
+            record_stages=self.record_stages,
+            stage_record=self.stage_record,
+        )
 
-    @override
     def record_stages(self) -> None:
+        """See :attr:`.RunView.record_stages`."""
         self._records_stages = True
         if self._running is not None:
             self._running.recorder.notes_steps = True
 
-    @override
     def stage_record(self) -> StageRecord | None:
+        """See :attr:`.RunView.stage_record`."""
         return None if self._running is None else self._running.stage_record()
 
     # Training
@@ -413,7 +419,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._running is not None:
-            return self._running.whole_weights(state, streams=self.saves.stream)
+            return self._running.whole_weights(state, streams=self.streams)
         if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
             raise PipelineError(
                 "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
@@ -425,7 +431,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._running is None:
             return super()._whole_state(optimizer)
-        return self._running.whole_state(optimizer, streams=self.saves.stream)
+        return self._running.whole_state(optimizer, streams=self.streams)
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

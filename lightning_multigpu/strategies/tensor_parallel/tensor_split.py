@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.dry_run import rounding, traceless, unlogged_loss
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import (
@@ -114,7 +116,9 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def options(self) -> dict[str, Any]:
         own = {"tensor_parallel_size": self._asked_size, "plan": self._plan, "verify_steps": self._verify_steps}
-        return {**super().options, **own}
+        options = {**super().options, **own}
+        del options["compression"]  # it has none
+        return options
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
@@ -247,8 +251,8 @@ class TensorSplitStrategy(RingDDPStrategy):
             self.model = self._wrapped(module)
 
     @override
-    def split_plan(self) -> SplitPlan | None:
-        return self._split_plan
+    def run_view(self) -> RunView:
+        return replace(super().run_view(), split_plan=lambda: self._split_plan)
 
     # Training
 
