@@ -179,7 +179,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         )
         self._undo.callback(methods.end)
         self._undo.callback(self._layers.follow_updates(self.precision_plugin, self._watch_states).end)
-        self._share_random_states(self._peers)
+        self._agree_on_random_states()
 
     @override
     def _setup_model(self, model: Module) -> Any:
@@ -191,10 +191,6 @@ class TensorSplitStrategy(RingDDPStrategy):
     def _showing_parts(self) -> AbstractContextManager[None]:
         return nullcontext() if self._tensor is None else self._tensor.showing(parts=True)
 
-    def _share_random_states(self, peers: MeteredGroup) -> None:
-        """Gives every rank of a tensor group the random states of its first rank."""
-        share_random_states(self.root_device, lambda mine: peers.broadcast_object(mine, peers.first_rank))
-
     def _agree_on_random_states(self) -> None:
         """Gives every rank of a tensor group the random states of its first one, where a hook has made them differ.
 
@@ -204,7 +200,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         if peers is None or self.failure_watch.failed:
             return
         if not are_equal(_checksum_of_random_states(self.root_device), peers):
-            self._share_random_states(peers)
+            share_random_states(self.root_device, lambda mine: peers.broadcast_object(mine, peers.first_rank))
 
     @override
     def teardown(self) -> None:
