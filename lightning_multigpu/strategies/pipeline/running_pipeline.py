@@ -84,7 +84,7 @@ class RunningPipeline:
         is_last = model.is_last
         self.outputs = LastStageOutputs(module, model.group, is_last=is_last, at_end=self.clipping.hide_gradients)
         self.outputs.add_first()
-        undo.callback(self.outputs.leave)
+        undo.callback(self.outputs.add_first, leaves=True)
         undo.enter_context(models_in_stages(module))
         strategy.remote = model.remote
         if axis is None:  # else all ranks of a tensor group gather
@@ -135,7 +135,7 @@ class RunningPipeline:
             args = (moved(args[0], 0, self.options.batch_dim), *args[1:])
         axis, self.in_step = self.tensor_axis, True
         try:
-            with self.outputs.noting(), nullcontext() if axis is None else axis.group.showing(parts=False):
+            with nullcontext() if axis is None else axis.group.showing(parts=False):
                 output = getattr(self.model.module, hook)(*args, **kwargs)
                 return output if axis is None else tree_map(whole, output)
         finally:
@@ -187,7 +187,8 @@ class RunningPipeline:
         trainable = self.trainable()  # whether sent tensors have a gradient depends on it
         kinds = [(signature_of(part), trainable) for part in batch.parts]
         seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        batch.losses = self.runner.train(partial(self._training_step, batch), kinds, batch.scales, seed)
+        with self.outputs.noting():
+            batch.losses = self.runner.train(partial(self._training_step, batch), kinds, batch.scales, seed)
         outputs = self._share_outputs(batch)
         if batch.has_new_term and batch.counts:
             self._preparation.prove(batch)
@@ -266,15 +267,12 @@ class RunningPipeline:
         is_last = self.model.is_last
         self._num_evaluated += 1
         seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
-        with self.logs.recording(pass_on=is_last) as records:
+        with self.outputs.noting(), self.logs.recording(pass_on=is_last) as records:
             output = self.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
-        if hook != "predict_step":
-            batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
-            replayed, output = self.outputs.from_last(records, output, batch_end)
-            if not is_last:
-                self.logs.replay(replayed, hook)
-        else:
-            output = self.outputs.prediction(output)
+        batch_end = None if hook == "predict_step" else f"on_{hook.removesuffix('_step')}_batch_end"
+        replayed, output = self.outputs.from_last(records, output, batch_end)
+        if not is_last:
+            self.logs.replay(replayed, hook)
         self.model.group.finish()
         return output
 
@@ -334,7 +332,8 @@ class TrainingBatch:
         others: further arguments of ``training_step``.
         parts: the micro-batches.
         weights: of the micro-batches' losses, in the loss of the batch.
-        multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
+        multiplier: the factor of the loss before its backward; 0 for a batch that does not count (``counts``).
+        scales: the factor of each micro-batch's loss before its backward.
         without_gradient: parameters of this rank that had no gradient before.
         records, outputs: for each micro-batch, what its step has logged, and returned beside the loss.
         losses: the losses of the micro-batches, on the last stage.
@@ -353,15 +352,8 @@ class TrainingBatch:
     def __post_init__(self) -> None:
         self.records: list[list[Record]] = [[] for _ in self.parts]
         self.outputs: list[dict[str, Any]] = [{} for _ in self.parts]
-
-    @property
-    def counts(self) -> bool:
-        return self.multiplier != 0
-
-    @property
-    def scales(self) -> list[float]:
-        """The factor of each micro-batch's loss before its backward."""
-        return [weight * self.multiplier for weight in self.weights]
+        self.counts = self.multiplier != 0
+        self.scales = [weight * self.multiplier for weight in self.weights]
 
 
 def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossReduction:

@@ -363,7 +363,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
+        self._pipeline.outputs.add_first(leaves=True)  # a Tuner expects its own callback to be the first
 
     # Evaluation
 
