@@ -420,7 +420,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._running is not None:
-            return self._running.whole_weights(state, streams=self.streams)
+            return self._running.model.whole_state_dict(state, streams=self.streams)
         if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
             raise PipelineError(
                 "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
@@ -432,7 +432,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._running is None:
             return super()._whole_state(optimizer)
-        return self._running.whole_state(optimizer, streams=self.streams)
+        return self._running.model.whole_optimizer_state(optimizer, streams=self.streams)
 
     @override
     def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

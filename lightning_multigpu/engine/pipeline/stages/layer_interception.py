@@ -258,7 +258,7 @@ class LayerInterception:
             raise _StageEnd(output)
         if index == len(self._names) - 1:
             self._begin_part(2 + index)
-        self._remember(tensors)
+        self._previous = [(tensor, _version(tensor)) for tensor in tensors]
         return output
 
     def _run_own(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -287,7 +287,7 @@ class LayerInterception:
             placeholders = [Placeholder(each, source, fixed=True) for each in self._placed(self._arrived.tensors)]
             self._skipped = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
             self._incoming = {id(placeholder): number for number, placeholder in enumerate(placeholders)}
-            self._remember(placeholders)
+            self._previous = [(placeholder, _version(placeholder)) for placeholder in placeholders]
         layer: Any = self.chain.layers[index]
         for number, hook in (*layer._forward_pre_hooks.items(), *layer._forward_hooks.items()):
             with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
@@ -309,9 +309,6 @@ class LayerInterception:
 
         map_only(Slot, place, self._arrived.structure)
         return placed
-
-    def _remember(self, tensors: Sequence[Tensor]) -> None:
-        self._previous = [(tensor, _version(tensor)) for tensor in tensors]
 
     def _check(self, index: int, given: Sequence[Tensor]) -> None:
         """Raises PipelineError unless this layer is due, and takes the output of the layer before it."""
