@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
-from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.engine.data_parallel.averaging import average_gradients
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
@@ -48,8 +48,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         static_graph: promise that every step uses the same parameters in the same order.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
-        compression: compress the gradients between hosts: "bf16", "int8", or a mapping with such a ``name``
-            and the options of that compressor.
+        compression: compress the gradients between hosts: "bf16" or "int8".
         shared_memory: let ranks of one host reduce gradients through shared memory. The buckets lie in ``/dev/shm``;
             where that is too small for the gradients of a host's ranks, gradients are copied instead, with a warning.
             False takes sockets, between which ``compression`` compresses on one host too.
@@ -71,7 +70,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
-        compression: str | Mapping[str, Any] | Compressor | None = None,
+        compression: str | None = None,
         shared_memory: bool = True,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
