@@ -252,9 +252,12 @@ class TestImport:
         assert (first, last) == (["False", "True []"], ["True RingDDPStrategy", "SourceFileLoader"]), output
 
     def test_registers_when_a_part_of_the_package_imports_lightning(self) -> None:
-        """A spawned worker of a loader imports the module that its rank names, and nothing before it."""
+        """A spawned worker of a loader imports the module that its rank names, and nothing before it.
+
+        Nothing but the engine of ddp_sharded imports FairScale.
+        """
         output = self.run(
-            "import os, sys, warnings, torch; warnings.simplefilter('default')",
+            "import os, sys, warnings, torch; warnings.simplefilter('default'); sys.modules['fairscale'] = None",
             "ways = 'from lightning_multigpu import ShardedStrategy', 'import lightning_multigpu.job.loader_workers'",
             "for first in ways:",
             "    if os.fork() == 0:",

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_multigpu.callbacks.monitor import Group, Monitor
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.strategies.run_view import view_of
 
 _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
 
@@ -48,7 +49,7 @@ class ThroughputMonitor(Monitor):
     """Samples, batches, tokens and floating-point operations per second, and the time per optimizer step.
 
     The figures are right for batches of any size, with accumulation, and for models that are split over ranks: only
-    ranks with a batch of their own (``strategy.owns_batch``) count. The time of validation, of checkpoints written at
+    ranks with a batch of their own count. The time of validation, of checkpoints written at
     its end, and between epochs does not count. On a GPU events time the steps, and the host waits for the device once
     an interval, not once a step.
 
@@ -111,7 +112,7 @@ class ThroughputMonitor(Monitor):
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock = clock_of(trainer.strategy.root_device)
+        self._clock, self._view = clock_of(trainer.strategy.root_device), view_of(trainer)
         self._started: Any | None = None
         self._spans: list[tuple[Any, Any]] = []
         self._pending: deque[_Lap] = deque()
@@ -127,7 +128,7 @@ class ThroughputMonitor(Monitor):
 
     @override
     def collect(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        if batch is not None and getattr(trainer.strategy, "owns_batch", True):
+        if batch is not None and self._view.owns_batch():
             self._count(pl_module, batch)
         new_steps = trainer.global_step - self._last_global_step
         if new_steps > 0:
@@ -208,8 +209,7 @@ class ThroughputMonitor(Monitor):
             peak = get_available_flops(trainer.strategy.root_device, dtype)
         if peak is None:
             return None
-        devices = trainer.world_size * getattr(trainer.strategy, "devices_per_rank", 1)
-        return peak * devices / getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+        return peak * trainer.world_size * self._view.devices_per_rank / self._view.data_ranks
 
     def _resolve(self, spans: list[tuple[Any, Any]], steps: int, work: _Work) -> None:
         seconds = sum(self._clock.seconds(start, end) for start, end in spans)

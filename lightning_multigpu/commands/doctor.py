@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 """Name -> what JSON can write; None is "none", and names of sizes end in ``_bytes``."""
 
-_PACKAGES = ("lightning-multigpu", "lightning", "torchmetrics", "nvidia-ml-py")
+_PACKAGES = ("lightning-multigpu", "lightning", "torchmetrics", "fairscale", "nvidia-ml-py")
 _EQUAL = {"torch", "lightning", "lightning-multigpu", "nccl"}  # ranks that differ in them cannot train together
 _OF_ONE_HOST = {"host", "/dev/shm free", "interfaces", "launcher variables"}
 _LAUNCHER = re.compile(

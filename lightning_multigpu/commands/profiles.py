@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from lightning_multigpu.commands.usage import PROGRAM, UsageError
 from lightning_multigpu.report import document
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.page import FILE_NAME, page
-from lightning_multigpu.report.schema import ReportError, json_schema
+from lightning_multigpu.report.schema import ReportError
 from lightning_multigpu.report.text import comparison, text
 
 
@@ -23,14 +22,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
         "Show the report of RunReport or ProfilerReport in a run's folder again, and write the page of its profile "
         f"({FILE_NAME}). Of several folders, print a table with a row for each run.",
     )
-    parser.add_argument("folder", nargs="*", type=Path, help=f"folder of a run, with {document.FILE_NAME}")
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema of the file, and nothing else")
+    parser.add_argument("folder", nargs="+", type=Path, help=f"folder of a run, with {document.FILE_NAME}")
     options = parser.parse(arguments)
-    if options.schema:
-        print(json.dumps(json_schema(RunDocument), indent=2))
-        return 0
-    if not options.folder:
-        raise UsageError(f"{PROGRAM} {name}: name the folder of a run")
     for folder in options.folder:
         if not folder.exists():
             raise UsageError(f"{folder}: there is no such folder")

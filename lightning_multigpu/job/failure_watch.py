@@ -3,12 +3,12 @@
 A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
 that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure, or its own one if
-that is of the same class and line. The guardian prints the failure; see
-:mod:`lightning_multigpu.job.uncaught_errors`.
+that is of the same class and line. The guardian prints the failure when all ranks have left the run, and ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import sys
@@ -16,10 +16,8 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -33,7 +31,7 @@ from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.job.uncaught_errors import FailureReport, limit_exit, limit_later_exit, resume_advice
+from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, limit_later_exit, resume_advice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,7 +50,7 @@ _CONNECTION_LOST = re.compile(
 
 @dataclass
 class Kept:
-    """The connection of this process to its guardian, from its first run until a run has failed.
+    """The connection of this process to its guardian, from its first run until it has left a failed one.
 
     ``guardian`` is set if this process has started it; ``place`` is the run's address and number of ranks.
     """
@@ -60,7 +58,6 @@ class Kept:
     client: GuardianClient
     guardian: Guardian | None
     place: tuple[object, ...]
-    has_failed: bool = False
 
 
 KEPT: list[Kept] = []
@@ -93,7 +90,8 @@ class FailureWatch:
         self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
-        self._failed_s = 0.0
+        self._exit = FailedExit(0.0, 0.0)
+        self._trainer: pl.Trainer | None = None  # of a failed run that can be resumed
         self._hooks_follow = self._can_be_lost = False
 
     def begin(self, cut: Callable[[], object]) -> None:
@@ -146,11 +144,24 @@ class FailureWatch:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the watch of this run: the end of this process is no failure until a rank begins the next run."""
+        """Ends the watch of this run: the end of this process is no failure until a rank begins the next run.
+
+        After a failure it waits until all ranks have left the run, and the guardian has printed the failure.
+        """
         client, self.client = self.client, None
-        if client is not None:
-            client.rest()
         self._cut, self._world_size = None, 0
+        if client is None:
+            return
+        if self.failure is None or self.is_lost:
+            client.rest()
+            return
+        advice = ""
+        with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure
+            advice = "" if self._trainer is None else resume_advice(last_checkpoint_of(self._trainer))
+        self._exit.is_printed = True  # also where a launcher ends this rank meanwhile
+        with contextlib.suppress(KeyboardInterrupt, SIGTERMException):
+            self._exit.is_printed = client.leave_failed_run(advice)
+        leave_guardian()
 
     def guarded(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, run: RunContext, trainer: pl.Trainer | None
@@ -171,28 +182,18 @@ class FailureWatch:
                     limit_later_exit(run.failure_timeout_s)
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
+            self._exit = FailedExit(run.failure_timeout_s, time.monotonic())
             failure = self.settle(error, run, step)
+            self._exit.is_printed = self.is_lost
             if trainer is not None and trainer.lightning_module is not None:
                 compute_alone(trainer.lightning_module)
+            self._trainer = trainer if run.node_rank == 0 and has_trained(trainer) else None
             if failure is None or not isinstance(error, Exception):
+                exit_after(error, self._exit)
                 raise
-            raise failure.exception() from None
-
-    def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
-        """What this rank prints about the failure, if nobody catches its exception."""
-        failure = self.failure
-        assert failure is not None
-        is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
-        # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
-        advises = run.node_rank == 0 or (is_own and not isinstance(run.environment, LightningEnvironment))
-        return FailureReport(
-            failure,
-            is_own,
-            # A terminal shows its prompt when the first rank has ended.
-            None if self.is_lost else partial(_print_failure, self.client, waits=run.local_rank == 0),
-            partial(last_checkpoint_of, trainer) if advises and not self.is_lost and has_trained(trainer) else None,
-            partial(limit_exit, run.failure_timeout_s, self._failed_s),
-        )
+            others = failure.exception()
+            exit_after(others, self._exit)
+            raise others from None
 
     @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
@@ -201,8 +202,7 @@ class FailureWatch:
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own, also if another rank was first.
         """
-        self.failed, self._failed_s = True, time.monotonic()
-        self._hooks_follow = False
+        self.failed, self._hooks_follow = True, False
         if not isinstance(error, Exception):
             limit_later_exit(run.failure_timeout_s)
         patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
@@ -224,8 +224,6 @@ class FailureWatch:
         is_alike = other is None or own.is_alike(other)
         self.failure = own if other is None or (is_alike and other.rank == own.rank) else other
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
-        for kept in KEPT:
-            kept.has_failed = not self.is_lost
         self._abort()
         return None if is_alike else other
 
@@ -266,11 +264,6 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
         advice = resume_advice(last_checkpoint_of(trainer))
         if advice and trainer.is_global_zero:
             sys.stderr.write(f"{advice}\n")
-
-
-def _print_failure(client: GuardianClient | None, advice: str, *, waits: bool) -> bool:
-    """Has the guardian print the failure; False without one."""
-    return client is not None and client.print_failure(advice, waits=waits)
 
 
 def _is_connection_loss(error: BaseException) -> bool:

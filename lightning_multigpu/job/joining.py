@@ -88,7 +88,7 @@ class Joining:
         if not has_joined:
             self._attempt = _ATTEMPTS[where]
             _ATTEMPTS[where] += 1
-        self._has_met_hosts = bool(KEPT) and (has_joined or (not KEPT[0].has_failed and KEPT[0].place == place))
+        self._has_met_hosts = bool(KEPT) and (has_joined or KEPT[0].place == place)
         if self._has_met_hosts:
             client = KEPT[0].client
             client.begin(self.watch.receive, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s)
@@ -199,14 +199,13 @@ class Joining:
         return rendezvous.group_store
 
 
-def start_guardian(run: RunContext, address: str | None = None, *, owner_stays: bool = False) -> Guardian:
+def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
     """Starts the guardian of this host, at a random address for ranks that this process is about to start."""
     return Guardian.start(
         num_ranks=run.ranks_per_host,
         failure_timeout_s=run.failure_timeout_s,
         hang_report_s=run.hang_report_s,
         address=address,
-        owner_stays=owner_stays,
     )
 
 

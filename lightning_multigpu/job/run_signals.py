@@ -24,12 +24,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _POLL_S = 0.25
+SAME_INTERRUPT_S = 0.3  # `timeout` and some wrappers signal the process and its group
 _SAME_TERMINATION_S = 0.9  # torchrun and srun send SIGTERM once more to ranks that a scheduler has signalled
 _MAIN_THREAD_S = 1.0  # in which a main thread that runs Python code acts on a signal
 _ERRORS = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}
@@ -80,11 +80,10 @@ class RunSignals:
         patience_s: float,
         on_signal: Callable[[int, int], None],
         on_stuck: Callable[[], object],
-    ) -> bool:
-        """Defers SIGINT from now on; workers that loaders fork later ignore it.
+    ) -> None:
+        """Defers SIGINT, unless the user's program handles it; workers that loaders fork later ignore it.
 
-        Returns False if the user's program has a handler for SIGINT: it is left alone. ``environment`` is Lightning's
-        cluster environment, which detects SLURM. See the attributes for the other arguments.
+        ``environment`` is Lightning's cluster environment, which detects SLURM. See the attributes for the others.
         """
         signals = [signal.SIGTERM]
         requeue = getattr(environment, "requeue_signal", None)
@@ -100,7 +99,6 @@ class RunSignals:
             self.hold(signal.SIGINT)
         self._watch = _Watch(self)
         self._watch.start()
-        return is_ours
 
     def stage_starts(self, trainer: pl.Trainer, *, training: bool = False) -> None:
         """Defers the other signals too, once Lightning has set its handlers: a Tuner trains before that."""

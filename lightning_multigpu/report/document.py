@@ -8,14 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
-from lightning_multigpu.planning.diagnosis import Finding, diagnose
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import RankFigures
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.planning.strategy_options import StrategyOptions
+from lightning_multigpu.report.diagnosis import Finding, diagnose
 from lightning_multigpu.report.pipelines import TimedPipeline, timed_pipelines
+from lightning_multigpu.report.rank_figures import RankFigures
 from lightning_multigpu.report.schema import ReportError, from_json
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 
@@ -262,12 +262,12 @@ def build(
     aggregations: Mapping[str, Aggregation],
     parameter_servers: ServersSection | None = None,
     tensor_split: SplitPlan | None = None,
-    strategy_options: StrategyOptions = StrategyOptions(),  # noqa: B008
+    all_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunDocument:
     """The report of a run, from one record a rank in any order, and other fields of :class:`RunDocument`.
 
     ``aggregations`` say how each key's values become the run's; the keys of the report come in this order.
-    ``strategy_options`` are those that remedies name. There is a profile if each rank has profiled a step.
+    ``all_options`` are the strategy's, which remedies may change. There is a profile if each rank has profiled a step.
 
     Raises:
         ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
@@ -305,24 +305,17 @@ def build(
         memory=held if len(held) == len(ranks) else None,
         parameter_servers=parameter_servers,
         tensor_split=tensor_split,
-        profile=_profile(in_order, parameter_servers, strategy_options),
+        profile=_profile(in_order, is_asynchronous, all_options),
     )
 
 
-def _profile(
-    records: Sequence[RankRecord], servers: ServersSection | None, strategy: StrategyOptions
-) -> Profile | None:
+def _profile(records: Sequence[RankRecord], is_asynchronous: bool, options: Mapping[str, Any]) -> Profile | None:
     ranks = [record.profiled for record in records if record.profiled is not None and record.profiled.steps]
     if len(ranks) < len(records):
         return None
     pipelines = timed_pipelines([(each.rank, each.node, each.stages) for each in records if each.stages is not None])
-    findings = diagnose(
-        ranks,
-        pipeline=pipelines[0].figures() if pipelines else None,
-        shards=[server.weights_bytes for server in servers.servers] if servers else [],
-        strategy=strategy,
-        asynchronous=bool(servers and servers.workers),  # they alone have a staleness
-    )
+    pipeline = pipelines[0].figures() if pipelines else None
+    findings = diagnose(ranks, pipeline=pipeline, options=options, asynchronous=is_asynchronous)
     step_s = max(rank.step_s for rank in ranks)
     return Profile(step_s=step_s, ranks=ranks, findings=findings, pipelines=pipelines)
 

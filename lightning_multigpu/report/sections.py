@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.numbers import BYTES, ms, number, size
 from lightning_multigpu.planning.pipelines.timeline import bubble, usage
-from lightning_multigpu.planning.rank_figures import RankFigures
-from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import colours
+from lightning_multigpu.report.diagnosis import Finding
 from lightning_multigpu.report.document import Profile, RunDocument
+from lightning_multigpu.report.rank_figures import PHASES, RankFigures
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
@@ -169,8 +168,6 @@ def sections(report: RunDocument) -> Iterator[Section]:
         yield from _transfers(report.profile, report.strategy.name)
     for of_run in (_whole_run, _memory, _staleness):
         yield from of_run(report)
-    if report.profile is not None:
-        yield from _operators(report.profile)
 
 
 def _phases(profile: Profile) -> Iterator[Section]:
@@ -294,20 +291,6 @@ def _staleness(report: RunDocument) -> Iterator[Section]:
             title="Staleness of updates",
             table=[["rank", "updates", "median", "95 % at most", "largest"], *rows],
             note="updates that other ranks made between a rank's pull of the weights and its update",
-        )
-
-
-def _operators(profile: Profile) -> Iterator[Section]:
-    operators = profile.ranks[0].operators
-    if operators:
-        shown = 4 if any(each.gpu_s for each in operators) else 3  # no GPU, no column
-        rows = [["operator", "calls", "on the CPU", "on the GPU"]]
-        rows += [[name, f"{calls}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
-        traces = [f"{rank.trace} (rank {rank.rank} on {rank.host})" for rank in profile.ranks if rank.trace is not None]
-        yield Section(
-            title="Operators of a step on rank 0, by their own time",
-            table=[row[:shown] for row in rows],
-            note="\n".join(traces and ["Their timelines; https://ui.perfetto.dev opens several at once:", *traces]),
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -53,6 +54,7 @@ from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.dry_run import check_share, check_takes_batch
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
@@ -116,7 +118,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             ``verify_steps``, in training and on all ranks, the gradients do not add up.
     """
 
-    devices_per_rank = 1
     starts_ranks = True
     pipeline_parallel_size = 1
     tensor_parallel_size = 1
@@ -201,12 +202,14 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         names = (name for each in strategies for name in option_checks.options_of(each, eval_str=False))
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
-    # What callbacks ask, beside Lightning's own interface and PackStrategy's answers
+    # What callbacks ask
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
         return {
+            "start_method": self._start_method,
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
             "verify_steps": self.verify_steps,
@@ -214,19 +217,20 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             "activation_checkpointing": self.steps.recomputed,
         }
 
-    @property
-    def owns_batch(self) -> bool:
-        """False if this rank's batch does not count: a copy of another rank's, or a repeated one of weight 0."""
-        return self.feed.counts and self.global_rank % self._model_parallel_size == 0
+    @override
+    def run_view(self) -> RunView:
+        return replace(
+            super().run_view(),
+            data_ranks=self.data_parallel_size,
+            owns_batch=lambda: self.feed.counts and self.global_rank % self._model_parallel_size == 0,
+            is_common=self.signals.agreed_on,
+            gather=self.gather_objects,
+        )
 
     @property
     def loss_scale(self) -> float:
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return self.feed.loss_scale
-
-    def is_common(self, error: BaseException) -> bool:
-        """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
-        return self.signals.agreed_on(error)
 
     # The mesh
 
@@ -462,14 +466,12 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         watch.joined(groups.cut, run.world_size)
         self.meter.notes, client = watch.flight_recorder, watch.client
         assert client is not None
-        counts = self.signals.begin(
+        self.signals.begin(
             run.environment,
             patience_s=run.failure_timeout_s,
             on_signal=client.signalled,
             on_stuck=watch.cut_loose,
         )
-        if counts:
-            client.counts_interrupts()
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -546,7 +548,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
-        if self._trained is None or self.replicas_differ or not self._trained.has_changed(self.optimizers):
+        if self._trained is None or self._ranks_may_differ or not self._trained.has_changed(self.optimizers):
             return
         self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
         self._settle_buffers()
@@ -666,14 +668,19 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     # What ranks have in common
 
+    @property
+    def replicas_differ(self) -> bool:
+        """True while ranks may hold different values of the same parameters."""
+        return False
+
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
         named = not_ignored(self._module, self._module.named_parameters())
         return [(self.collectives.data, [(name, value) for name, value in named if self.holds(value)])]
 
     @property
-    def replicas_differ(self) -> bool:
-        """Whether ranks may hold different values of the same parameters."""
+    def _ranks_may_differ(self) -> bool:
+        """Whether ranks may hold different values of the same parameters at some time."""
         return False
 
     def _check_replicas(self) -> None:

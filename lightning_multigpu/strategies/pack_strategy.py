@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import wraps
@@ -27,8 +27,8 @@ from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files, whole_io
 from lightning_multigpu.placement.owned_step import OwnedStep, groups_alone
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class PackStrategy(Strategy):
-    """Beside Lightning's own interface, what callbacks ask. The answers fit strategies whose ranks all do the same."""
+    """What all strategies of the pack have beside Lightning's own interface."""
 
     meter: Meter
     _owned: Mapping[Optimizer, OwnedStep[Any]] = MappingProxyType({})
@@ -49,6 +49,16 @@ class PackStrategy(Strategy):
     """Whether a rank keeps a part of a checkpoint only, and so reads no more of the file."""
     _spare_bytes = 0
     """Bytes of buffers in which gradients travel."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that this strategy runs with, for reports."""
+        raise NotImplementedError
+
+    @property
+    def devices_per_rank(self) -> int:
+        """The number of devices that one rank drives."""
+        return 1
 
     @property
     def _module(self) -> pl.LightningModule:
@@ -67,56 +77,18 @@ class PackStrategy(Strategy):
         return not isinstance(parameter, Placeholder)
 
     def held_bytes(self) -> HeldBytes:
-        """Bytes of the parameters, gradients and optimizer states that this rank holds at present, as measured.
-
-        Buffers in which gradients travel count as gradients. Optimizer states in the host's memory, or on servers, do
-        not count. Of several devices that one rank drives only the first holds bytes between two steps.
-        """
+        """See :attr:`.RunView.held_bytes`."""
         held = measured_bytes(self._module.parameters(), self.optimizers)
         return replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
 
-    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
-        """The values of ranks that train without collectives, each at its own pace; None if there are collectives.
-
-        Rank 0 gets the newest value of each rank that has passed one, in the order of ranks; another rank gets its own
-        alone.
-
-        Args:
-            name: the same for all values that belong together.
-            value: of types that JSON has.
-        """
-        return None
-
-    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
-        """A list that gets the values of all ranks when training ends; None if collectives still work then.
-
-        Rank 0 gets the values of all ranks, in their order; another rank only its own. All ranks make the same calls.
-
-        Args:
-            value: returns this rank's value, of types that JSON has; called after all callbacks' ``on_train_end``.
-        """
-        return None
-
-    def server_statistics(self) -> Any:
-        """The counts of the parameter servers on rank 0, which asks the servers; None elsewhere and without servers.
-
-        They are :class:`~lightning_multigpu.engine.parameter_server.server_statistics.ServerStatistics`.
-        """
-        return None
-
-    def split_plan(self) -> SplitPlan | None:
-        """The blocks of layers that are split over ranks, and what each sends; None without a tensor split."""
-        return None
-
-    def record_stages(self) -> None:
-        """Records the passes of this rank's stages of a pipeline in every following fit."""
-
-    def stage_record(self) -> StageRecord | None:
-        """The newest steps and the memory of this rank's stages of a pipeline; None without a pipeline.
-
-        The record belongs to the running fit: callbacks can read it up to their ``on_train_end``.
-        """
-        return None
+    def run_view(self) -> RunView:
+        """What this strategy tells callbacks, beside Lightning's own interface."""
+        return RunView(
+            meter=self.meter,
+            options=self.options,
+            devices_per_rank=self.devices_per_rank,
+            held_bytes=self.held_bytes,
+        )
 
     def _showing_parts(self) -> AbstractContextManager[None]:
         """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""

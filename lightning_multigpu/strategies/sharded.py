@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -18,7 +20,6 @@ from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
-from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 from lightning_multigpu.engine.sharded.sharded_gradients import ShardedGradients
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
@@ -26,6 +27,8 @@ from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+    from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
 
 class ShardedStrategy(MultiGPUStrategy):
@@ -52,6 +55,7 @@ class ShardedStrategy(MultiGPUStrategy):
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
+        ModuleNotFoundError: FairScale is not installed.
         ValueError: an option is out of its range; before the first step, an optimizer cannot be sharded.
     """
 
@@ -66,6 +70,11 @@ class ShardedStrategy(MultiGPUStrategy):
         broadcast_buffers: bool = True,
         **options: Any,
     ) -> None:
+        if find_spec("fairscale") is None:
+            raise ModuleNotFoundError(
+                "ddp_sharded needs FairScale: pip install setuptools wheel && "
+                "pip install --no-build-isolation fairscale==0.4.13"
+            )
         option_checks.check_bools(
             find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
@@ -86,6 +95,12 @@ class ShardedStrategy(MultiGPUStrategy):
         return {**super().options, **self._given}
 
     # Setting up
+
+    @override
+    def setup_environment(self) -> None:
+        # Before the ranks join: a default argument of FairScale keeps the world's group of the time of its import.
+        import_module("lightning_multigpu.engine.sharded.shard_transport")
+        super().setup_environment()
 
     @override
     def _setup_model(self, model: Module) -> Module:
@@ -117,6 +132,8 @@ class ShardedStrategy(MultiGPUStrategy):
         )
 
     def _transport(self, optimizer: Optimizer) -> ShardTransport:
+        from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
+
         assert self._group is not None
         return ShardTransport(optimizer, self._group, self._bucket_bytes)
 
@@ -148,7 +165,7 @@ class ShardedStrategy(MultiGPUStrategy):
         find_unused = self._given["find_unused_parameters"]
         self._gradients = ShardedGradients(
             module,
-            {p: owner for transport in self.owned.transports for p, owner in transport.owners.items()},
+            {p: owner for transport in self.owned.transports for p, owner in transport.shards.owners.items()},
             self._group,
             bucket_bytes=self._bucket_bytes,
             shows_all=self.given is not None,

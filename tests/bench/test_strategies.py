@@ -21,7 +21,9 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.commands.benches import bench_strategies
 from lightning_multigpu.commands.benches.bench_strategies import as_json, lines
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.planning.pipelines.timeline import NOTHING
 from lightning_multigpu.report.statistics import Spread
+from lightning_multigpu.strategies.run_view import RunView
 from tests.bench.models import Tiny
 from tests.callbacks.training import trainer
 
@@ -155,7 +157,8 @@ class TestTurns:
             meter.end_step()
             return loss
 
-        monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank.meter_of", lambda trainer: meter)
+        view = RunView(meter=meter, held_bytes=lambda: NOTHING)
+        monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank.view_of", lambda trainer: view)
         monkeypatch.setattr(model, "training_step", step)
         requests: Any = FakeRequests(model)
         fit = trainer(tmp_path, max_epochs=-1, callbacks=[TakesTurns(requests, warm_up=1, steps=2, batch_size=7)])

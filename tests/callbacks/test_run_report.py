@@ -117,7 +117,7 @@ def test_with_monitors_and_without_a_step_ends_before_its_checkpoint(tmp_path: P
 )
 def test_of_several_reports_one_reports(tmp_path: Path, clock: HandClock, kinds: list[Any], active: int) -> None:
     """A second profile took the first one's place in patches of torch: the fit ended in an AttributeError."""
-    options = {RunReport: {}, ProfilerReport: {"wait": 0, "warmup": 0, "active": 2}}
+    options = {RunReport: {}, ProfilerReport: {"wait": 0, "active": 2}}
     reports = [kind(print_table=False, **options[kind]) for kind in kinds]
     made: list[str] = []
     begin = Monitor.on_train_start

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_multigpu.callbacks import ThroughputMonitor
+from lightning_multigpu.planning.pipelines.timeline import NOTHING
+from lightning_multigpu.strategies.run_view import RunView
 from tests.callbacks.training import (
     BATCH_S,
     FEATURES,
@@ -166,7 +168,8 @@ def test_the_keys_are_there_however_short_the_fit(tmp_path: Path, clock: HandClo
 
 
 def fake_fit(device: torch.device) -> Any:
-    strategy = SimpleNamespace(root_device=device, data_parallel_size=2)
+    view = RunView(data_ranks=2, held_bytes=lambda: NOTHING)
+    strategy = SimpleNamespace(root_device=device, run_view=lambda: view)
     return SimpleNamespace(strategy=strategy, world_size=8, global_step=0, lightning_module=None)
 
 

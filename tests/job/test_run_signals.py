@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
-from lightning_multigpu.job.run_signals import RunSignals
+from lightning_multigpu.job.run_signals import SAME_INTERRUPT_S, RunSignals
 
 
 @pytest.fixture

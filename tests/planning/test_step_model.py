@@ -119,6 +119,9 @@ class TestDataParallel:
             found = step("ring_ddp", machine=replace(coded, references=costs), compression="bf16")
             assert found.exposed_s == pytest.approx(scale * (2 * 1.0 + 2 * 0.25))
 
+    def test_weights_that_are_averaged_less_often(self) -> None:
+        assert step("ring_ddp", average_every=4).exposed_s == pytest.approx(1.0)
+
     def test_costs_of_the_calibration(self) -> None:
         cost = ReferenceCost(
             strategy="ring_ddp", world=HOSTS, fixed_s=3.0, scale=2.0, slowing=0.5, tensor_s=0.5, bucket_s=-1.0
@@ -161,7 +164,7 @@ class TestDataParallel:
         # Parameters 3, 1, 9, 3 go to ranks 0, 1, 1, 0. Rank 0 gets both of 3 at the end, rank 1 the 1 and then 9 alone.
         assert owner_messages(gradients, 8, 2) == [(9, 0.4), (1, 0.5), (6, 1.0)]
 
-    def test_each_tensor_goes_to_the_smallest_shard(self) -> None:
+    def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
         assert largest_shard([5, 3, 3, 1], 2) == 6
 
     def test_adding_gradients_takes_time_after_the_first_batch(self) -> None:

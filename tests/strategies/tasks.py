@@ -53,14 +53,18 @@ def rows_of_each_class() -> list[StrategyRow]:
 
 
 def rows_with_a_whole_model() -> list[StrategyRow]:
-    """A synchronous row of each class whose ranks hold all layers, and batches of their own."""
-    return [
+    """A synchronous row of each class whose ranks hold all layers, and batches of their own.
+
+    That of FairScale is the first: a default value in FairScale keeps the world that is there at its import.
+    """
+    rows = [
         row
         for row in rows_of_each_class()
         if row.synchronous
         and issubclass(row.strategy, MultiGPUStrategy)
         and (row.strategy.pipeline_parallel_size, row.strategy.tensor_parallel_size) == (1, 1)
     ]
+    return sorted(rows, key=lambda row: row.name != "ddp_sharded")
 
 
 def make_strategy(name: str, **options: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Data parallel training with sharded gradients and optimizer states."""
+"""Data parallel training with sharded gradients and optimizer states, on FairScale."""

@@ -97,12 +97,12 @@ class GuardianClient:
             on_failure(self.failure)
             self._all_at_end.set()
 
-    def rest(self) -> None:
-        """Ends a run: see :attr:`rests`. After a failure the guardian leaves this process the time that it needs."""
+    def rest(self, advice: str = "") -> None:
+        """Ends a run: see :attr:`rests`."""
         self.rests = True
         self.flight_recorder.detach()
         self._pages[PAGE_BYTES * self._slot : PAGE_BYTES * (self._slot + 1)] = bytes(PAGE_BYTES)
-        self._send("rest", run=self._run)
+        self._send("rest", run=self._run, advice=advice[:MAX_WHAT])
 
     def failed(self, failure: Failure) -> None:
         """Reports a failure to the guardian, which informs the other ranks; all have to end."""
@@ -117,23 +117,18 @@ class GuardianClient:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
 
-    def print_failure(self, advice: str, *, waits: bool) -> bool:
-        """Makes the guardian print the failure with ``advice``, once for all ranks, when the others have ended.
+    def leave_failed_run(self, advice: str) -> bool:
+        """Ends a run that has failed; returns when all ranks have, and the guardian has printed why, and ``advice``.
 
-        With ``waits`` returns when it has been printed; False if there is no guardian any more.
+        False if the guardian has ended before that.
         """
-        self._send("print", advice=advice[:MAX_WHAT])
-        if waits:
-            self._printed.wait(self._end_s + _PRINT_S)
-        return self._is_printed or not waits
+        self.rest(advice)
+        self._printed.wait(self._end_s + _PRINT_S)
+        return self._is_printed
 
     def joining(self, limit_s: float | None) -> None:
         """Reports that this rank joins the others, and has failed after ``limit_s``; None once it has joined them."""
         self._send("joining", limit_s=limit_s)
-
-    def counts_interrupts(self) -> None:
-        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT."""
-        self._send("counts interrupts")
 
     def signalled(self, status: int, number: int) -> None:
         """Reports this rank's first, second... SIGINT or SIGTERM; the second ends the job with that exit status."""

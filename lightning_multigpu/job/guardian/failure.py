@@ -31,7 +31,7 @@ class Failure(NamedTuple):
         host: the name of the host.
         pid: the failed process on its host, or None if there is none.
         step: optimizer steps that the rank had completed, or None if unknown.
-        traceback: the traceback of the rank's exception with its notes, or empty.
+        traceback: the folded traceback of the rank's exception with its notes, or empty.
         error_type: the name of the exception's class, "builtins.ValueError"; empty without an exception.
         message: the exception's message, for an exception of that class on other ranks.
         age_s: for how long it had lasted when it was found.
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
             host=host_name(),
             pid=os.getpid(),
             step=step,
-            traceback="".join(traceback.format_exception(error)),
+            traceback=folded("".join(traceback.format_exception(error)).rstrip()),
             error_type=f"{kind.__module__}.{kind.__qualname__}",
             message=error.args[0] if is_text else text_of(error),
         )
@@ -83,7 +83,7 @@ class Failure(NamedTuple):
                 error.add_note(self.note())
                 return error
         text = self.describe() if self.rank is not None else f"the job failed: {self.describe()}"
-        return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
+        return RankFailedError(f"{text}\n{self.traceback}".rstrip())
 
     def is_alike(self, other: Failure) -> bool:
         """Whether two ranks have raised the same class of exception at the same step and line."""
@@ -92,7 +92,7 @@ class Failure(NamedTuple):
 
     def note(self) -> str:
         """The note of an exception of this failure in another process."""
-        return f"Raised in another process: {self.describe()}\n{folded(self.traceback)}".rstrip()
+        return f"Raised in another process: {self.describe()}\n{self.traceback}".rstrip()
 
     @property
     def place(self) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -25,7 +26,6 @@ from lightning_multigpu.engine.tensor_split.parts import whole_values
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
@@ -33,6 +33,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
     checksum_before_transfer,
@@ -260,17 +261,22 @@ class PipelineStrategy(MultiGPUStrategy):
     # What callbacks ask
 
     @override
-    def split_plan(self) -> SplitPlan | None:
-        return None if self._axis is None else self._axis.plan
+    def run_view(self) -> RunView:
+        return replace(
+            super().run_view(),
+            split_plan=lambda: None if self._axis is None else self._axis.plan,
+            record_stages=self.record_stages,
+            stage_record=self.stage_record,
+        )
 
-    @override
     def record_stages(self) -> None:
+        """See :attr:`.RunView.record_stages`."""
         self._records_stages = True
         if self._running is not None:
             self._running.recorder.notes_steps = True
 
-    @override
     def stage_record(self) -> StageRecord | None:
+        """See :attr:`.RunView.stage_record`."""
         return None if self._running is None else self._running.stage_record()
 
     # Training

@@ -1,7 +1,8 @@
-"""Sharded states: what ``ddp_sharded`` does beyond the contract of every strategy."""
+"""FairScale's sharded states: what ``ddp_sharded`` does beyond the contract of every strategy."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import cache, partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from lightning_multigpu.callbacks import RunReport
 from lightning_multigpu.engine.optimizer_state import held_states
+from lightning_multigpu.strategies import sharded
 from tests.modules import ReadsGradients, TwoOptimizers
 from tests.report.examples import assert_follows_schema
 from tests.strategies.pipeline.test_configure_model import peak_bytes_of
@@ -27,6 +29,7 @@ from tests.strategies.tasks import (
     assert_same_weights,
     assert_trains_alike,
     fit_module,
+    make_trainer,
     state,
 )
 from tests.world import World, rank
@@ -341,21 +344,23 @@ def test_memory_of_gradients_and_states_is_that_of_the_parameters_that_a_rank_ow
 SIZE_BYTES = 4 * (16 * 6 + 16 + 3 * 16 + 3)
 
 
-def traffic(bucket_cap_mb: float) -> list[Any]:
+def traffic(bucket_cap_mb: float) -> tuple[list[Any], int]:
     case = Case(max_epochs=1, precision="32-true", strategy={"bucket_cap_mb": bucket_cap_mb})
     strategy: Any = fit(Classifier(), 2, case).strategy
     strategy.meter.flush()
     of_steps = [
         [t for name in ("reduce", "broadcast") for t in step.of(name, "shards")] for step in strategy.meter.steps
     ]
-    return [(sum(t.sent_bytes for t in step), [(t.operation, t.count) for t in step]) for step in of_steps]
+    found = [(sum(t.sent_bytes for t in step), [(t.operation, t.count) for t in step]) for step in of_steps]
+    return found, len(logging.getLogger().handlers)
 
 
 @pytest.mark.parametrize(("bucket_cap_mb", "num_messages"), [(0.0, 4), (1.0, 2)])
 def test_the_meter_counts_what_travels(bucket_cap_mb: float, num_messages: int, world2: World) -> None:
     """Each rank sends the others' gradients, and its own new parameters: S in all."""
-    for found in world2.run(traffic, bucket_cap_mb):
+    for found, handlers in world2.run(traffic, bucket_cap_mb):
         assert found == [(SIZE_BYTES, [("reduce", num_messages), ("broadcast", num_messages)])] * 7
+        assert handlers == 0, "FairScale's messages have configured the root logger"
 
 
 class SharesALayer(TwoOptimizers):
@@ -388,8 +393,14 @@ def test_what_cannot_be_sharded_is_refused(world2: World, name: str) -> None:
     world2.run_raising(error, words, lambda: fit(make(), 2, case, **options))
 
 
+def test_without_fairscale_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs FairScale: pip install .* fairscale==0.4.13"):
+        make_trainer(CASE, "ddp_sharded", 2)
+
+
 class Interrupts(Callback):
-    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainer.state.status = TrainerStatus.INTERRUPTED
 
 
