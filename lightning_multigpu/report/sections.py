@@ -171,7 +171,7 @@ def sections(report: RunDocument) -> Iterator[Section]:
 
 
 def _phases(profile: Profile) -> Iterator[Section]:
-    used = _used_phases([profile])
+    used = [phase for phase in PHASES if any(phase in rank.phases_s for rank in profile.ranks)]
     rows = []
     for rank in profile.ranks:
         times_s = [*(rank.of(phase) for phase in used), rank.step_s, rank.hidden_s]
@@ -183,10 +183,6 @@ def _phases(profile: Profile) -> Iterator[Section]:
         bars={f"rank {rank.rank}": rank.phases_s for rank in profile.ranks},
         colours={phase: PHASE_COLOURS[phase] for phase in used},
     )
-
-
-def _used_phases(profiles: Sequence[Profile]) -> list[str]:
-    return [phase for phase in PHASES if any(phase in rank.phases_s for each in profiles for rank in each.ranks)]
 
 
 def _schedule(profile: Profile) -> Iterator[Section]:
@@ -292,46 +288,6 @@ def _staleness(report: RunDocument) -> Iterator[Section]:
             table=[["rank", "updates", "median", "95 % at most", "largest"], *rows],
             note="updates that other ranks made between a rank's pull of the weights and its update",
         )
-
-
-def comparison(reports: Mapping[str, RunDocument]) -> list[list[str]]:
-    """A header, and a row for each run: samples a second, step, first finding, and phases of the rank that it shows.
-
-    Steps have more samples under some strategies than under others: samples a second tell which is faster.
-    """
-    used = _used_phases([report.profile for report in reports.values() if report.profile is not None])
-    # What the runs are compared for is first: a phone shows three columns.
-    rows = [["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"]]
-    for name, report in reports.items():
-        rate, profile = _median(report, SAMPLES), report.profile
-        step_s = _median(report, STEP) / 1e3 if profile is None else profile.step_s
-        found = "nothing found" if profile is not None else "no profile"
-        rows.append(
-            [
-                name,
-                number(rate) if rate else "-",
-                ms(step_s) if step_s else "-",
-                profile.findings[0].kind if profile is not None and profile.findings else found,
-                *("-" if profile is None else ms(profile.shown.of(phase)) for phase in used),
-                report.strategy.name,
-            ]
-        )
-    return rows
-
-
-def _median(report: RunDocument, key: str) -> float:
-    """The median over the whole run, of all ranks together; 0 where it was not measured."""
-    return report.aggregate.metrics.get(key, {}).get("median", 0.0)
-
-
-def fastest(reports: Mapping[str, RunDocument]) -> list[str]:
-    """The verdict of a comparison, by the names of the runs; empty where fewer than two have the figure."""
-    rates = {name: rate for name, report in reports.items() if (rate := _median(report, SAMPLES))}
-    if len(rates) < 2:
-        return []
-    first, second, *_ = sorted(rates, key=lambda name: -rates[name])
-    times = rates[first] / rates[second]
-    return [f"{first} is fastest: {number(rates[first])} samples/s, {times:.2f} times those of {second}."]
 
 
 def _many(count: int, noun: str) -> str:
