@@ -167,6 +167,7 @@ STORIES = {
     "optimizers that are set up again": Story(set_up_again),
     "accumulating, over sockets": Story(strategy={"shared_memory": False}, trainer=ACCUMULATING),
     "compressed": Story(strategy={"compression": "int8", "shared_memory": False}, is_exact=False),
+    "local SGD": Story(strategy={"average_every": 2}, is_exact=False),
 }
 
 

@@ -17,7 +17,6 @@ from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import cloned, first_part, moved
 from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
-from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
@@ -123,9 +122,6 @@ class _Trial:
                 return self._step(moved(part, 0, options.batch_dim))
 
             with models_in_stages(module), without_trace(module):
-                if not measured:
-                    uses = UseProbe(ownership, 0).watch(step, lambda: [vars(part) for part in module.modules()])
-                    chain.learn([uses])
                 costs = layer_costs(ownership, step, 0, recompute)
             parts = [costs.get(number, PartCost()) for number in range(len(chain) + 2)]
             measured.append(MeasuredParts(samples=leading_size(part) or 1, parts=parts))

@@ -379,21 +379,17 @@ class _Gathering:
         self._gathered: list[tuple[SplitTensor, Tensor, int]] = []
 
     def whole(self, value: Any) -> Any:
-        if isinstance(value, SplitTensor):
-            _, group, layer = value.placed
-            _check_untransformed(layer)
-            group.on_gather(layer, self._operation)
-            group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
-            with _counting_versions():
-                gathered = _whole_of(own_values(value), value.placed)
-            self._gathered.append((value, gathered, gathered._version))
-            return gathered
-        if isinstance(value, list | tuple):
-            found = [self.whole(each) for each in value]
-            return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-        if isinstance(value, dict):
-            return {key: self.whole(each) for key, each in value.items()}
-        return value
+        return tree_map_only(SplitTensor, self._whole, value)
+
+    def _whole(self, part: SplitTensor) -> Tensor:
+        _, group, layer = part.placed
+        _check_untransformed(layer)
+        group.on_gather(layer, self._operation)
+        group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
+        with _counting_versions():
+            gathered = _whole_of(own_values(part), part.placed)
+        self._gathered.append((part, gathered, gathered._version))
+        return gathered
 
     def end(self, result: Any) -> Any:
         """The operation's result; parts that it has changed in place get the new values."""

@@ -24,7 +24,6 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import num_micro_batches_of, split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
-from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import base
@@ -485,27 +484,6 @@ def test_more_stages_than_layers_are_told_before_ranks_start(monkeypatch: pytest
     words = r"12 layers or more.*'layers' \(8 layers\)"
     with pytest.raises(ValueError, match=words):
         trainer.fit(Classifier(), DataLoader(text(8)))
-
-
-def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
-    """A step that calls two parts by itself has no forward pass around both, and nobody calls a ModuleList."""
-
-    class Lists(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[0](self.stem(x)) + x  # type: ignore[no-any-return,operator,index]
-
-    module = L.LightningModule()
-    module.first, module.second = nn.Linear(4, 4), nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"a forward pass has to call.*split_points=\['second'\]"):
-        find_chain(module, "auto", 2)
-    module = L.LightningModule()
-    module.net = Lists()
-    module.net.stem, module.net.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
-    assert suggested_split_points(module, 2) == ["net.blocks.0"]
-    with pytest.raises(ValueError, match=r"submodules for 2 stages: use fewer.*split_points=\['net\.blocks\.0'\]"):
-        find_chain(module, "auto", 3)
-    with pytest.raises(ValueError, match=r"'net\.blocks' has 1 layers.*split_points=\['net\.blocks\.0'\]"):
-        find_chain(module, "net.blocks", 2)
 
 
 def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

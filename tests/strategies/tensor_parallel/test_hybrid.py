@@ -167,10 +167,6 @@ def test_logits_between_layers_and_sums_of_samples(world4: World, shape: tuple[i
         report = result["report"]
         assert_follows_schema(report)
         assert len(report["tensor_split"]["ranks"]) == shape[1] * shape[2], "those of one pipeline"
-        hidden = next(each for each in report["tensor_split"]["blocks"] if each["shape"] == "first, second")
-        found = [(each["operation"], each["sent_bytes"]) for each in hidden["traffic"]]
-        size = hidden["traffic"][0]["size_bytes"]
-        assert found == [("all_reduce", size)] * 2, "by the formula, of two ranks: one forward and one backward"
     assert len({result["pipeline"] for result in results}) == shape[0] * shape[2]
     assert options == {} or results[0]["held"] == 0, "the last stage has no parameters"
 

@@ -35,5 +35,5 @@ def test_closures_train_as_one_device_does(world2: World) -> None:
 
 
 def test_groups_side_by_side_average_what_is_stepped_by_hand(world4: World) -> None:
-    options = {"data_parallel_size": 2, "find_unused_parameters": True}
+    options = {"tensor_parallel_size": 2, "find_unused_parameters": True}
     assert_trains_alike(world4, TwoOptimizers, "tensor_split", Case(max_epochs=1, strategy=options))

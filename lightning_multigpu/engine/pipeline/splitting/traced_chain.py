@@ -78,7 +78,8 @@ class TracedChain(Chain):
         name = smallest_around(module, points) if name == "auto" else name
         self._whole = _checked(module, name, points)
         pieces = tuple(TracedPiece(self._whole) for _ in range(len(points) + 1))
-        super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points)
+        super().__init__(name or type(module).__name__, pieces, modules_around(module, name))
+        self.points = points
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]
         self._device = device
