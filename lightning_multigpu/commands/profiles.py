@@ -37,7 +37,7 @@ def run(name: str, arguments: Sequence[str]) -> int:
             f"{error.filename}: {error.strerror}; add RunReport or ProfilerReport of lightning_multigpu.callbacks to "
             "the run's callbacks"
         ) from error
-    except (ValueError, ArithmeticError, LookupError) as error:  # the last ones of values that cannot be shown
+    except (ValueError, TypeError, ArithmeticError, LookupError) as error:  # the last ones of what cannot be shown
         why = error if isinstance(error, ReportError) else f"{type(error).__name__}: {error}"
         raise UsageError(f"{path}: the file is not as RunReport writes it ({why}); record it again") from error
     return 0

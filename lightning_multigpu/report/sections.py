@@ -100,7 +100,7 @@ def title(report: RunDocument) -> str:
             *([] if profile is None else [f"{ms(profile.step_s)} a step (median of {profile.shown.steps})"]),
         ]
     )
-    return f"{report.strategy.name}: {many}"
+    return f"{report.strategy['name']}: {many}"
 
 
 def verdict(report: RunDocument) -> list[str]:
@@ -165,7 +165,7 @@ def sections(report: RunDocument) -> Iterator[Section]:
     if report.profile is not None:
         yield from _phases(report.profile)
         yield from _schedule(report.profile)
-        yield from _transfers(report.profile, report.strategy.name)
+        yield from _transfers(report.profile, report.strategy["name"])
     for of_run in (_whole_run, _memory, _staleness):
         yield from of_run(report)
 
@@ -250,7 +250,7 @@ def _memory(report: RunDocument) -> Iterator[Section]:
 
 def _whole_run(report: RunDocument) -> Iterator[Section]:
     rows = []
-    for key, (name, unit) in {**_RUN_FIGURES, **_OF_DEVICE[report.hardware.device]}.items():
+    for key, (name, unit) in {**_RUN_FIGURES, **_OF_DEVICE[report.hardware["device"]]}.items():
         if (statistics := report.aggregate.metrics.get(key)) is not None:
             scales = BYTES if unit == "bytes" else ()
             unit, factor = next((each for each in scales if abs(statistics["median"]) >= each[1]), (unit, 1.0))
@@ -277,10 +277,9 @@ def _purposes(purposes: Mapping[str, float]) -> str:
 
 
 def _staleness(report: RunDocument) -> Iterator[Section]:
-    servers = report.parameter_servers
     rows = [
-        [str(each) for each in (w.rank, w.updates, w.staleness.median, w.staleness.p95, w.staleness.max)]
-        for w in (servers.workers if servers else ())
+        [str(each) for each in (w["rank"], w["updates"], *(w["staleness"][key] for key in ("median", "p95", "max")))]
+        for w in (report.parameter_servers or {}).get("workers", ())
     ]
     if rows:
         yield Section(

@@ -202,13 +202,24 @@ PIPELINE = {"ranks": [0], "schedule": "gpipe", "stages_per_rank": 1, "num_micro_
         ({"schema_version": 9}, "schema_version=9"),
         ({"schema_version": document.SCHEMA_VERSION, "steps": 3}, "the document has no 'date'"),
         ({**WRITTEN, "aggregate": {"metrics": {"throughput/step_ms": {}}}}, "RunReport writes it .KeyError: 'median'"),
+        ({**WRITTEN, "parameter_servers": {"workers": [1]}}, "RunReport writes it .TypeError"),
         ({**WRITTEN, "profile": {**PROFILE, "findings": "x\ny" * 1000}}, "findings is .* and not an array"),
         ({**WRITTEN, "profile": {**PROFILE, "step_s": 10**400}}, "step_s is 10{50,80} and not"),
         ({**WRITTEN, "profile": {**PROFILE, "step_s": 1e308}}, "RunReport writes it .OverflowError"),
         ({**WRITTEN, "profile": {**PROFILE, "ranks": []}}, "a finding of a rank that it lacks"),
         ({**WRITTEN, "profile": {**PROFILE, "pipelines": [PIPELINE]}}, "ValueError: the timelines have no forward"),
     ],
-    ids=["version", "no report", "a statistic", "no findings", "an integer", "a float", "no rank", "no pass"],
+    ids=[
+        "version",
+        "no report",
+        "a statistic",
+        "a server",
+        "no findings",
+        "an integer",
+        "a float",
+        "no rank",
+        "no pass",
+    ],
 )
 def test_a_file_with_other_contents_is_named_in_one_line(
     contents: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
