@@ -19,7 +19,6 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,10 +44,11 @@ class Bucket:
     bounds: list[tuple[int, int]]
     own: tuple[list[Tensor], slice]
 
-    def split(self, flat: Tensor) -> list[Tensor]:
-        """The places of the members in flat memory, in their shapes."""
-        parts = flat.split_with_sizes([member.numel() for member in self.members])
-        return [part.view(member.shape) for part, member in zip(parts, self.members, strict=True)]
+
+def split(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
+    """The places of tensors in flat memory, in their shapes."""
+    parts = flat.split_with_sizes([member.numel() for member in members])
+    return [part.view(member.shape) for part, member in zip(parts, members, strict=True)]
 
 
 class OwnerParts:
@@ -75,58 +75,54 @@ class OwnerParts:
         members = [tensor for rank in self._order for tensor in of_rank[rank]]
         return Bucket(members, bounds, (of_rank[self._group.rank], slice(start, end)))
 
-    def reduce(self, bucket: Bucket, flat: Tensor, *, to_all: bool = False) -> Callable[[], object]:
-        """Begins to average: each rank gets the averages of its part, or all ranks those of all.
+    def reduce(self, bucket: Bucket, flat: Tensor, *, to_all: bool = False) -> Callable[[], Tensor]:
+        """Begins to average a flat tensor, which the caller forgets.
 
         Returns:
-            What waits for them.
+            What waits for the averages: those of this rank's part alone, or all on all ranks.
         """
-        if self._all_reduce is not None:
-            move, bounds = self._all_reduce, bucket.bounds
-            if to_all:
-                sent = SentBytes(0, 0) if flat.numel() == 0 else move.plan(flat, average=True).sent
-                return self._beside("all_reduce", flat, sent, partial(move, average=True))
-            sent = move.sent_parts(bounds, flat.itemsize)[0]
-            return self._beside(
-                "reduce_scatter", flat, sent, lambda host: move.reduce_scatter(host, bounds, average=True)
-            )
-        flat.div_(self._group.size)
-        return self._by_back_end("all_reduce" if to_all else "reduce", bucket, flat)
+        part = slice(None) if to_all else bucket.own[1]
+        if self._all_reduce is None:
+            works = self._by_back_end("all_reduce" if to_all else "reduce", bucket, flat.div_(self._group.size))
+            return lambda: works()[part].clone()
+        if to_all:
+            sent = self._all_reduce.plan(flat, average=True).sent if flat.numel() else SentBytes(0, 0)
+            return self._beside("all_reduce", flat, sent, partial(self._all_reduce, average=True), part)
+        sent, move = self._all_reduce.sent_parts(bucket.bounds, flat.itemsize)[0], self._all_reduce.reduce_scatter
+        return self._beside("reduce_scatter", flat, sent, partial(move, bounds=bucket.bounds, average=True), part)
 
-    def gather(self, bucket: Bucket, flat: Tensor) -> Callable[[], object]:
-        """Begins to give all ranks each rank's part; returns what waits for it."""
-        if self._all_reduce is not None:
-            move, bounds = self._all_reduce, bucket.bounds
-            sent = move.sent_parts(bounds, flat.itemsize)[1]
-            return self._beside("all_gather", flat, sent, partial(move.all_gather, bounds=bounds))
-        return self._by_back_end("broadcast", bucket, flat)
+    def gather(self, bucket: Bucket, flat: Tensor) -> Callable[[], Tensor]:
+        """Begins to give all ranks each rank's part; returns what waits for the tensor with all parts."""
+        if self._all_reduce is None:
+            return self._by_back_end("broadcast", bucket, flat)
+        sent, move = self._all_reduce.sent_parts(bucket.bounds, flat.itemsize)[1], self._all_reduce.all_gather
+        return self._beside("all_gather", flat, sent, partial(move, bounds=bucket.bounds), slice(None))
 
     def _beside(
-        self, operation: str, flat: Tensor, sent: SentBytes, move: Callable[[Tensor], object]
-    ) -> Callable[[], object]:
-        """Has this object's thread move a tensor in the host's memory."""
+        self, operation: str, flat: Tensor, sent: SentBytes, move: Callable[[Tensor], object], part: slice
+    ) -> Callable[[], Tensor]:
+        """Has this object's thread move a tensor in the host's memory, of which a part is kept."""
         assert self._thread is not None
-        host = flat.cpu()
-        transfer = self._group.begin(operation, flat.nbytes, sent_bytes=sum(sent), memory_bytes=sent.memory)
+        device, size_bytes = flat.device, flat.nbytes
+        transfer = self._group.begin(operation, size_bytes, sent_bytes=sum(sent), memory_bytes=sent.memory)
 
-        def work() -> None:
+        def work(host: Tensor) -> Tensor:
             with transfer:
                 move(host)
+            return host if part == slice(None) else host[part].clone()  # the rest is freed
 
-        moved = self._thread.submit(work)
-        return lambda: (moved.result(), None if host is flat else flat.copy_(host))
+        moved = self._thread.submit(work, flat.cpu())
+        return lambda: moved.result().to(device)
 
-    def _by_back_end(self, operation: str, bucket: Bucket, flat: Tensor) -> Callable[[], object]:
+    def _by_back_end(self, operation: str, bucket: Bucket, flat: Tensor) -> Callable[[], Tensor]:
         works: list[tuple[Any, Transfer]] = []
         group, ranks = self._group, self._group.ranks
-        if operation == "all_reduce":
-            parts = [(0, flat)]
-        else:
-            parts = [(rank, flat[a:b]) for rank, (a, b) in zip(self._order, bucket.bounds, strict=True) if b > a]
-        for rank, part in parts:
-            sends = {"all_reduce": True, "reduce": rank != group.rank, "broadcast": rank == group.rank}[operation]
+        parts = [(rank, flat[a:b]) for rank, (a, b) in zip(self._order, bucket.bounds, strict=True) if b > a]
+        for rank, part in [(group.rank, flat)] if operation == "all_reduce" else parts:
+            sends = operation == "all_reduce" or (rank == group.rank) == (operation == "broadcast")
             described = {} if sends else {"sent_bytes": 0}
             transfer = group.begin(operation, part.nbytes, on_stream=flat.is_cuda, **described)
+            work: Any
             if operation == "all_reduce":
                 work = dist.all_reduce(part, group=group.group, async_op=True)
             elif operation == "reduce":
@@ -135,10 +131,11 @@ class OwnerParts:
                 work = dist.broadcast(part, ranks[rank], group=group.group, async_op=True)
             works.append((work, transfer))
 
-        def wait() -> None:
+        def wait() -> Tensor:
             for work, transfer in works:
                 with transfer:
                     work.wait()
+            return flat
 
         return wait
 
@@ -148,8 +145,3 @@ class OwnerParts:
             self._thread.shutdown(cancel_futures=True)
         if self._all_reduce is not None:
             self._all_reduce.close()
-
-
-def joined(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after the other in flat memory of their own."""
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.owner_parts import MOST, OwnerParts
+from lightning_multigpu.communication.owner_parts import MOST, OwnerParts, split
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import PartialState
 from lightning_multigpu.placement.owned_part import OwnedPart
@@ -101,11 +101,10 @@ class ShardTransport:
             flat = members[0].new_empty(bucket.bounds[-1][1])
             if own:
                 torch.cat([value.reshape(-1) for value in own], out=flat[place])
-            under_way.append((bucket, flat, self._parts.gather(bucket, flat)))
-        since = meter.mark(on_stream=any(flat.is_cuda for _, flat, _ in under_way))
-        for bucket, flat, wait in under_way:
-            wait()
-            for parameter, value in zip(bucket.members, bucket.split(flat), strict=True):
+            under_way.append((bucket.members, self._parts.gather(bucket, flat)))
+        since = meter.mark(on_stream=any(members[0].is_cuda for members, _ in under_way))
+        for members, wait in under_way:
+            for parameter, value in zip(members, split(wait(), members), strict=True):
                 if self.shards.owners[parameter] != rank:
                     parameter.copy_(value)
         meter.waited(since)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.owner_parts import MOST, Bucket, OwnerParts, joined
+from lightning_multigpu.communication.owner_parts import MOST, Bucket, OwnerParts, split
 from lightning_multigpu.engine.data_parallel.trained_parameters import unused_error
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of
 from lightning_multigpu.placement.owned_step import call_on_gradient
@@ -70,7 +70,7 @@ class ShardedGradients:
         self._num_sent = 0
         self._filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         self._filled_bytes: dict[tuple[torch.dtype, torch.device], list[int]] = {}  # by owner
-        self._under_way: list[tuple[Bucket, Tensor, Callable[[], object]]] = []
+        self._under_way: list[tuple[Bucket, Callable[[], Tensor]]] = []
         self._sparse: set[Parameter] = set()
         # From earlier backward passes:
         self._averaged: list[Parameter] = []
@@ -112,8 +112,7 @@ class ShardedGradients:
             raise unused_error([self._names[p] for p in self._order if p not in self._ready], "ShardedStrategy")
         for parameters in self._filling.values():
             self._reduce(parameters)
-        self._wait()
-        averaged = [parameter for bucket, flat, _ in self._under_way for parameter in self._settle(bucket, flat)]
+        averaged = [*self._settle()]
         for parameter, gradient in self._aside.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._averaged = [*dict.fromkeys([*averaged, *self._aside])]
@@ -170,23 +169,18 @@ class ShardedGradients:
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         """Begins to average gradients on their owners, or on all ranks."""
         bucket = self._parts.bucket(parameters, self._owners)
-        flat = joined([p.grad.to_dense() for p in bucket.members if p.grad is not None])
-        self._under_way.append((bucket, flat, self._parts.reduce(bucket, flat, to_all=self._shows_all)))
+        flat = torch.cat([p.grad.to_dense().reshape(-1) for p in bucket.members if p.grad is not None])
+        for parameter in bucket.members:
+            parameter.grad = None
+        self._under_way.append((bucket, self._parts.reduce(bucket, flat, to_all=self._shows_all)))
 
-    def _wait(self) -> None:
+    def _settle(self) -> Iterator[Parameter]:
+        """Waits for the averages, and makes them the gradients of this rank's parameters, which it returns."""
         meter = self._group.meter
-        since = meter.mark(on_stream=any(flat.is_cuda for _, flat, _ in self._under_way))
-        for *_, wait in self._under_way:
-            wait()
+        since = meter.mark(on_stream=any(bucket.members[0].is_cuda for bucket, _ in self._under_way))
+        found = [(bucket.members if self._shows_all else bucket.own[0], wait()) for bucket, wait in self._under_way]
         meter.waited(since)
-
-    def _settle(self, bucket: Bucket, flat: Tensor) -> Iterator[Parameter]:
-        """Makes the averages the gradients of this rank's parameters, which it returns; others have none."""
-        if not self._shows_all:
-            members, own = bucket.own
-            for parameter in bucket.members:
-                parameter.grad = None
-            bucket, flat = Bucket(members, [], bucket.own), flat[own].clone()  # the memory of the others' is freed
-        for parameter, average in zip(bucket.members, bucket.split(flat), strict=True):
-            parameter.grad = average.to_sparse(1) if parameter in self._sparse else average
-            yield parameter  # type: ignore[misc]
+        for members, flat in found:
+            for parameter, average in zip(members, split(flat, members), strict=True):
+                parameter.grad = average.to_sparse(1) if parameter in self._sparse else average
+                yield parameter  # type: ignore[misc]
