@@ -179,7 +179,8 @@ class FailureWatch:
             The failure of another rank, or None if ``error`` is this rank's own, also if another rank was first.
         """
         self.failed, self._hooks_follow = True, False
-        patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
+        is_connection_loss = isinstance(error, RuntimeError) and _CONNECTION_LOST.search(text_of(error))
+        patience_s = _SETTLE_S if is_connection_loss else 0.0
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
         other = self._verdict(patience_s)
@@ -236,7 +237,3 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
         advice = resume_advice(last_checkpoint_of(trainer))
         if advice and trainer.is_global_zero:
             sys.stderr.write(f"{advice}\n")
-
-
-def _is_connection_loss(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(text_of(error)))
