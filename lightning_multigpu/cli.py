@@ -5,7 +5,7 @@
     lightning-multigpu fit --config configs/ring_ddp.yaml --trainer.max_epochs=3
     lightning-multigpu fit --resume runs/ring_ddp/version_0
     lightning-multigpu fit --model=examples.digits.DigitsCNN --data=examples.digits.DigitsData --trainer.max_epochs=3
-    lightning-multigpu strategies --json
+    lightning-multigpu strategies
 
 ``fit``, ``validate``, ``test`` and ``predict`` are Lightning's command line with the names of this pack known to it. A
 strategy is given by its name (``--trainer.strategy=ring_ddp``) or, where it takes options, by its class::
@@ -65,7 +65,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("predict", "compute a model's predictions", "training"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("plan", "predict step time, memory and scaling under every strategy, without training", "plans.plan"),
-    Command("report", "show the profile of a run, or compare those of several", "profiles"),
+    Command("report", "show the profile of a run again", "profiles"),
     Command("bench collectives", "time and check every collective on each back end", "benches.bench_collectives"),
     Command("bench strategies", "time a training step under several strategies", "benches.bench_strategies"),
     Command("calibrate", "measure this machine for plans", "calibrate"),
