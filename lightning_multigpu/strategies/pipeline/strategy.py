@@ -362,7 +362,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
+        self._pipeline.outputs.add_first(leaves=True)  # a Tuner expects its own callback to be the first
 
     # Evaluation
 
@@ -419,7 +419,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._running is not None:
-            return self._running.whole_weights(state, streams=self.streams)
+            return self._running.model.whole_state_dict(state, streams=self.streams)
         if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
             raise PipelineError(
                 "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
@@ -431,7 +431,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._running is None:
             return super()._whole_state(optimizer)
-        return self._running.whole_state(optimizer, streams=self.streams)
+        return self._running.model.whole_optimizer_state(optimizer, streams=self.streams)
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
