@@ -402,6 +402,15 @@ def options_of(place: Place, *, name: str, options: dict[str, Any], exact: bool)
     return ""
 
 
+def local_steps(place: Place) -> str:
+    """Averages of weights and of optimizer states, which differ from one device's, are those on CPUs."""
+    case = replace(PLAIN, strategy={"average_every": 3})
+    on_cpus = place.run(2, train, Card("cpu", 1, "gloo"), "ring_ddp", case)
+    for trained, expected in zip(place.run(2, train, place.card, "ring_ddp", case), on_cpus, strict=True):
+        assert_equal(trained.weights, expected.weights, rtol=1e-8)
+    return ""
+
+
 def checks() -> list[Check]:
     """Those of every registered name, and those of the options with code for GPUs."""
     found: list[Check] = []
@@ -411,6 +420,7 @@ def checks() -> list[Check]:
         for column, chosen in options.items():
             function = partial(options_of, name=name, options=chosen, exact=column not in _INEXACT)
             found.append(Check(row=name, column=column, function=function, ranks=2))
+    found.append(Check(row="ring_ddp", column="local steps as on CPUs", function=local_steps, ranks=2))
     return found
 
 

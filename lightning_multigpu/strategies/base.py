@@ -66,6 +66,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_CHECKED = {0, *(10**power for power in range(12))}  # batches of a fit in which ranks compare their parameters
 
 
 class MultiGPUStrategy(PackStrategy, ParallelStrategy):
@@ -105,8 +106,9 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             have to add up to those of the batch, as they do unless the loss couples the samples of a batch; see
             :class:`.PartsCheck`. 0 compares nothing. Has no effect in manual optimization.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
-            the same values; a difference raises an error that names the parameters and the ranks. None checks at the
-            end of a fit only, 0 never. A check reads all parameters once.
+            the same values; a difference raises an error that names the parameters and the ranks. Data parallel ranks
+            also check batches 0, 1, 10, 100 and so on, and all ranks check at the end of a fit; 0 checks nothing. A
+            check reads all parameters once.
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
             the layers of each ``nn.Sequential`` and ``nn.ModuleList`` that is in no other one (in a pipeline, for its
             layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
@@ -180,7 +182,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         """Forgets what ranks have in common during a run.
 
         Sets:
-            values: what ranks compare at each batch.
+            values: the settings that ranks compare at each batch.
             buffers: keeps the module's buffers equal; None where a family does not.
             reducer: averages gradients over the data axis; None where a family moves them otherwise.
             given: averages gradients that the user's code puts in place; None if it can put none.
@@ -191,7 +193,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.reducer: GradientReducer | None = None
         self.given: GivenGradients | None = None
         self._trained: TrainedParameters | None = None
-        self._steps_unchecked = 0
+        self._steps_unchecked = self._batches = 0
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -464,12 +466,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         watch.joined(groups.cut, run.world_size)
         self.meter.notes, client = watch.flight_recorder, watch.client
         assert client is not None
-        self.signals.begin(
-            run.environment,
-            patience_s=run.failure_timeout_s,
-            on_signal=client.signalled,
-            on_stuck=watch.cut_loose,
-        )
+        self.signals.begin(run.environment, client.signalled)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -537,7 +534,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             num_replicas=self.data_parallel_size,
             group=self.metered(self.collectives.hosts, "control"),
             ranks_a_batch=self._model_parallel_size,
-            common=self.values.number,
+            common=lambda: self.values.number(),
             on_agreed=lambda found: self.values.check(found.common, self.gather_objects),
         )
 
@@ -546,11 +543,10 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         super().on_train_batch_start(batch, batch_idx)
         self._watch_states()
         self.feed.start_batch(self._module.trainer, self.data_parallel_rank)
-        if self._trained is None or self.replicas_differ or not self._trained.has_changed(self.optimizers):
+        if self._trained is None or self._ranks_may_differ or not self._trained.has_changed(self.optimizers):
             return
         self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
         self._settle_buffers()
-        self.values.watch(self._common_parameters())
         self._follow_changes()
 
     def _follow_changes(self) -> None:
@@ -616,7 +612,8 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             )
         self._tell_global_batch()
         counts_hooks = any(step.average is not None for step in self.owned.steps.values())
-        self.values.begin(self.optimizers, self._common_parameters(), counts_hooks=counts_hooks)
+        self.values = CommonValues(self.optimizers, counts_hooks=counts_hooks)
+        self._batches = 0
         self.meter.discard()
 
     @override
@@ -650,8 +647,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._settle_values()
-        if self.check_replicas_every != 0:
-            self._check_replicas()
+        self._check_replicas()
         self.signals.training_ends(self.gather_objects)
         self._settle_buffers()
 
@@ -667,28 +663,27 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     # What ranks have in common
 
+    @property
+    def replicas_differ(self) -> bool:
+        """True while ranks may hold different values of the same parameters."""
+        return False
+
     def _held_in_common(self) -> list[tuple[MeteredGroup, Iterable[tuple[str, Tensor]]]]:
         """Groups of ranks, each with the parameters that its ranks share, by name."""
         named = not_ignored(self._module, self._module.named_parameters())
         return [(self.collectives.data, [(name, value) for name, value in named if self.holds(value)])]
 
     @property
-    def replicas_differ(self) -> bool:
-        """Whether ranks may hold different values of the same parameters."""
+    def _ranks_may_differ(self) -> bool:
+        """Whether ranks may hold different values of the same parameters at some time."""
         return False
-
-    def _common_parameters(self) -> dict[str, Tensor]:
-        """The parameters of which all ranks hold the same values at all times, by name."""
-        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self.replicas_differ:
-            return {}
-        return dict(not_ignored(self._module, self._module.named_parameters()))
 
     def _check_replicas(self) -> None:
         """Checks that ranks which train the same parameters hold the same values; a collective."""
-        if self.replicas_differ or self.failure_watch.failed:
+        if self.check_replicas_every == 0 or self.replicas_differ or self.failure_watch.failed:
             return
         self._steps_unchecked = 0
-        with self._showing_parts():
+        with self._showing_parts(), self.meter.unrecorded():
             for group, parameters in self._held_in_common():
                 check_replicas(parameters, self.metered(group.group, "replicas"))
 
@@ -724,7 +719,9 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         data_rank = None if self._model_parallel_size > 1 else self.data_parallel_rank
         with self.steps.running(self._module, self.root_device, data_rank):
             output = super().training_step(*args, **kwargs)
-        self.values.look()
+        if self._batches in _CHECKED and self._model_parallel_size == 1:
+            self._check_replicas()  # before the owners' new values hide what a step has changed on one rank
+        self._batches += 1
         return output
 
     @override
@@ -747,11 +744,9 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._updating():
-            self.values.look()
             self._watch_states()
             output = super().optimizer_step(*args, **kwargs)
             self.on_optimizer_step_end()
-            self.values.accept()
             if self._trained is not None:
                 self._trained.stepped()
             self._steps_unchecked += 1

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
-from lightning_multigpu.communication.compression import Compressor, make_compressor
-from lightning_multigpu.engine.data_parallel.averaging import average_gradients
+from lightning_multigpu.communication.compression import make_compressor
+from lightning_multigpu.communication.tensors import alike, apply_flat
+from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, not_ignored, unused_error
@@ -48,8 +49,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         static_graph: promise that every step uses the same parameters in the same order.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
-        compression: compress the gradients between hosts: "bf16", "int8", or a mapping with such a ``name``
-            and the options of that compressor.
+        average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
+            optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
+            is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
+        compression: compress the gradients between hosts: "bf16" or "int8".
         shared_memory: let ranks of one host reduce gradients through shared memory. The buckets lie in ``/dev/shm``;
             where that is too small for the gradients of a host's ranks, gradients are copied instead, with a warning.
             False takes sockets, between which ``compression`` compresses on one host too.
@@ -71,7 +74,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         gradient_as_bucket_view: bool = True,
         static_graph: bool = False,
         broadcast_buffers: bool = True,
-        compression: str | Mapping[str, Any] | Compressor | None = None,
+        average_every: int = 1,
+        compression: str | None = None,
         shared_memory: bool = True,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,
@@ -86,11 +90,31 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             shared_memory=shared_memory,
         )
 
+    @override
+    def _forget_run(self) -> None:
+        super()._forget_run()
+        self._models: ModelAverager | None = None  # with average_every
+
     @property
     @override
     def options(self) -> dict[str, Any]:
         given = {name: value for name, value in self._given.items() if name not in _OF_LIGHTNING}
         return {**super().options, **given, **self._transport.options}
+
+    @property
+    @override
+    def loss_scale(self) -> float:
+        return 1.0 if self._models is not None and self.feed.counts else super().loss_scale
+
+    @property
+    @override
+    def _ranks_may_differ(self) -> bool:
+        return self._models is not None
+
+    @property
+    @override
+    def replicas_differ(self) -> bool:
+        return self._models is not None and self._models.steps_alone > 0
 
     @property
     def _spare_bytes(self) -> int:  # type: ignore[override]
@@ -99,6 +123,16 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         return sum(parameter.nbytes for parameter in self._trained.averaged)
 
     # Setting up
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        plugin, average_every = self.precision_plugin, self._given["average_every"]
+        if average_every > 1 and getattr(plugin, "scaler", None) is not None:
+            raise ValueError(
+                f"average_every={average_every} with precision={plugin.precision!r}: ranks that "
+                "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
+            )
 
     @override
     def _setup_model(self, model: Module) -> Any:
@@ -120,6 +154,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             hook=None if given["ddp_comm_hook"] is None else (given["ddp_comm_state"], given["ddp_comm_hook"]),
             warn=rank_zero_warn,
         )
+        if given["average_every"] > 1:
+            self._models = ModelAverager(given["average_every"], self.reducer.average)
 
     def _wrapped(self, model: Module, **options: Any) -> DistributedDataParallel:
         """The module in torch's wrapper, which fills buckets with gradients; the reducer moves them."""
@@ -147,8 +183,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        if self.reducer is None or not self._watch_given_gradients():
-            return  # nothing is averaged, or user code sets no gradients
+        if self.reducer is None or self._models is not None or not self._watch_given_gradients():
+            return  # nothing is averaged, ranks step with gradients of their own, or user code sets none
         plugin, module = self.precision_plugin, self._module
         post_backward, hooks_before_step = plugin.post_backward, getattr(plugin, HOOKS_BEFORE_STEP)
 
@@ -190,6 +226,13 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             self.model, self._trained = model, TrainedParameters(self._module)
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._models is not None:
+            assert isinstance(self.model, DistributedDataParallel)
+            self.model.require_backward_grad_sync = False
+        return super().training_step(*args, **kwargs)
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Waits for the averages, of which none may lack; averages parameters unfrozen within the step here."""
         loss = super().backward(closure_loss, optimizer, *args, **kwargs)
@@ -200,9 +243,24 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             assert self._trained is not None
             if not is_complete:
                 raise unused_error(self._trained.without_gradient(), "RingDDPStrategy")
-            if missed := self._trained.missed(self.optimizers, self.gather_objects):
-                average_gradients(missed, self._data_axis)
+            missed = self._trained.missed(self.optimizers, self.gather_objects)
+            for gradients in alike(parameter.grad for parameter in missed if parameter.grad is not None):
+                apply_flat(self.reducer.average, gradients)
         return loss
+
+    @override
+    def on_optimizer_step_end(self) -> None:
+        super().on_optimizer_step_end()
+        if self._models is not None and self._models.stepped():
+            self._settle_values()
+
+    @override
+    def _settle_values(self) -> None:
+        """Averages the models of ranks that have stepped alone; a collective."""
+        if self._models is None or self.failure_watch.failed:
+            return  # a failed run saves this rank's own weights
+        if self._models.average(self._module.parameters(), self.optimizers) and self.buffers is not None:
+            self.buffers.settle()
 
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
@@ -210,11 +268,18 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in switches})
     if options["bucket_cap_mb"] is not None:
         option_checks.check_number("bucket_cap_mb", options["bucket_cap_mb"])
+    average_every = options["average_every"]
+    option_checks.check_number("average_every", average_every, whole=True)
+    given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
+    if average_every > 1 and given:
+        raise ValueError(
+            f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
+            "models are averaged; leave one of the two out"
+        )
     if options["static_graph"] and (steps := of_all.get("verify_steps")):
         raise ValueError(
             f"verify_steps={steps} and static_graph=True: DDP would count the gradients of the comparison among those "
             "of the first step; leave one of the two out"
         )
-    given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
     if len(given) > 1:
         raise ValueError(f"{' and '.join(given)}: both choose how gradients travel; leave one of the two out")

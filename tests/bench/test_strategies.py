@@ -183,9 +183,8 @@ class TestNames:
         assert path.make().options["bucket_cap_mb"] == 2.5  # type: ignore[attr-defined]
 
     def test_commas_within_brackets_are_the_values(self) -> None:
-        found = contender("ring_ddp:compression={name: int8, chunk_size: 2},shared_memory=false")
-        assert found.options["compression"] == {"name": "int8", "chunk_size": 2}
-        assert found.options["shared_memory"] is False
+        found = contender("gpipe:balance=[1, 7],num_micro_batches=2")
+        assert (found.options["balance"], found.options["num_micro_batches"]) == ([1, 7], 2)
 
     @pytest.mark.parametrize(
         ("text", "message"),

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.callbacks.profile.model_figures import model_figures
 from lightning_multigpu.planning.pipelines.pipeline_prediction import PipelinePlan
-from lightning_multigpu.planning.rank_figures import ModelFigures
+from lightning_multigpu.report.rank_figures import ModelFigures
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.commands.planned import LAYERS, SAMPLES, WIDTH, Data, Manual, Model, Residual, events

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport
-from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of
+from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, Span, TimedTransfer, figures_of
 from lightning_multigpu.callbacks.profile.profiled_window import _callbacks_s
 from lightning_multigpu.callbacks.profile.traced_steps import launches_of, reads_of
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.planning.rank_figures import LaunchQueue, ReadValues
-from lightning_multigpu.planning.step_phases import PHASES, Span
 from lightning_multigpu.report import document
 from lightning_multigpu.report.page import FILE_NAME, page
+from lightning_multigpu.report.rank_figures import PHASES, LaunchQueue, ReadValues
 from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.report.text import text
 from tests.callbacks.training import trainer

@@ -11,9 +11,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 
 from lightning_multigpu import STRATEGIES, HybridStrategy, PipelineStrategy, RingDDPStrategy
 from lightning_multigpu.callbacks.run_report import identify
-from lightning_multigpu.planning.diagnosis import diagnose
-from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, ReadValues
+from lightning_multigpu.report.diagnosis import diagnose
+from lightning_multigpu.report.pipelines import PipelineFigures
+from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, ReadValues
 from tests.strategies.tasks import make_strategy
 
 WORK = {"data_wait": 0.03, "forward": 0.02, "backward": 0.02, "communication": 0.2, "callbacks": 0.02, "other": 0.03}
@@ -72,7 +72,8 @@ def test_the_right_option_for_each_strategy() -> None:
     measured, cut = HybridStrategy(balance="time"), PipelineStrategy(split_points=["layers.2"])
     assert 'balance="time" cannot divide a layer' in remedies(measured)["imbalance of stages"]
     assert "Move split_points" in remedies(cut)["imbalance of stages"]
-    assert "bf16" not in remedies(make_strategy("ring_ddp", compression="int8"))["communication"]
+    for options in ({"average_every": 4}, {"compression": "int8"}):
+        assert "bf16" not in remedies(make_strategy("ring_ddp", **options))["communication"]
     assert not re.search("compression|balance=", " ".join(remedies(DDPStrategy()).values())), "of DDP nothing is known"
 
 

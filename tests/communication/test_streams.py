@@ -89,7 +89,7 @@ def test_buckets_are_hidden_by_backward_but_for_the_last(hook: Any, meter: Meter
 
 
 def test_an_average_between_two_kernels_is_exposed(meter: Meter, fake_gpu: FakeGPU) -> None:
-    """The host is done at once, so that its clock shows nothing."""
+    """``average_every``: the host is done at once, so that its clock shows nothing."""
     reducer = GradientReducer(world(), meter)
     fake_gpu.run(2.0)
     reducer.average(tensor())

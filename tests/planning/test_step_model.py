@@ -119,6 +119,9 @@ class TestDataParallel:
             found = step("ring_ddp", machine=replace(coded, references=costs), compression="bf16")
             assert found.exposed_s == pytest.approx(scale * (2 * 1.0 + 2 * 0.25))
 
+    def test_weights_that_are_averaged_less_often(self) -> None:
+        assert step("ring_ddp", average_every=4).exposed_s == pytest.approx(1.0)
+
     def test_costs_of_the_calibration(self) -> None:
         cost = ReferenceCost(
             strategy="ring_ddp", world=HOSTS, fixed_s=3.0, scale=2.0, slowing=0.5, tensor_s=0.5, bucket_s=-1.0

@@ -6,17 +6,22 @@ import inspect
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from lightning_multigpu import DataParallelStrategy, PipelineStrategy, RingDDPStrategy, ShardedStrategy
+from lightning_multigpu.callbacks import ThroughputMonitor
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.registry import StrategyRow
 from lightning_multigpu.strategies import option_checks as checks
+from lightning_multigpu.strategies.steps.hook_detection import has_hook
 from tests.strategies.tasks import rows_of_each_class
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")
@@ -48,6 +53,9 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: RingDDPStrategy(uneven_inputs="wait"), "uneven_inputs='wait' .*: 'stop', 'join'"),
     (lambda: RingDDPStrategy(loss_reduction="median"), "loss_reduction='median' .*: 'mean', 'sum'"),
     (lambda: DataParallelStrategy(loss_reduction="median"), "loss_reduction='median' .*: 'mean', 'sum'"),
+    (lambda: RingDDPStrategy(average_every=0), "average_every=0"),
+    (lambda: RingDDPStrategy(average_every=2, ddp_comm_hook=print), "average_every=2 and .* leave one of the two out"),
+    (lambda: RingDDPStrategy(average_every=2, compression="int8"), "average_every=2 and .* leave one of the two out"),
     (lambda: RingDDPStrategy(compression="int4"), "compression='int4' is unknown"),
     (lambda: RingDDPStrategy(compression="int8", ddp_comm_hook=print), "both choose how gradients travel"),
     (lambda: RingDDPStrategy(verify_steps=1, static_graph=True), "verify_steps=1 and static_graph=True: .* leave one"),
@@ -134,3 +142,19 @@ def test_every_setting_of_a_run_comes_to_its_check(change: dict[str, Any], refus
 def test_a_strategy_goes_to_spawned_ranks(row: StrategyRow) -> None:
     """A lambda in a helper ended each spawned run with "Can't pickle local object"."""
     assert isinstance(pickle.loads(pickle.dumps(row.strategy(**row.options))), row.strategy)
+
+
+class Looking(L.Callback):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        """Looks at outputs."""
+
+
+def test_hooks_of_the_user_count_and_those_of_libraries_do_not() -> None:
+    module, theirs = L.LightningModule(), [TQDMProgressBar(), ModelCheckpoint(), ThroughputMonitor()]
+    for callbacks, hook, expected in (
+        (theirs, "on_validation_batch_end", False),
+        ([*theirs, Looking()], "on_validation_batch_end", True),
+        ([*theirs, Looking()], "on_test_batch_end", False),
+    ):
+        module._trainer = SimpleNamespace(callbacks=callbacks)  # type: ignore[assignment]
+        assert has_hook(hook, module) is expected

@@ -22,7 +22,7 @@ from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
 from lightning_multigpu.planning.pipelines.stage_costs import PartCost
-from lightning_multigpu.planning.rank_figures import ModelFigures, ReadyGradient
+from lightning_multigpu.report.rank_figures import ModelFigures, ReadyGradient
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy

@@ -20,14 +20,21 @@ from lightning.pytorch.profilers import Profiler, PyTorchProfiler
 from torch.profiler import profile
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
+from lightning_multigpu.callbacks.profile.profiled_steps import (
+    ProfiledStep,
+    Span,
+    TimedTransfer,
+    figures_of,
+    medians,
+    partition,
+    phase_of,
+)
 from lightning_multigpu.callbacks.profile.traced_steps import launches_of, reads_of, traced
 from lightning_multigpu.communication.metering.clocks import synchronise
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, ReadValues
-from lightning_multigpu.planning.step_phases import Span, partition, phase_of
+from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, ReadValues
 from lightning_multigpu.strategies.run_view import view_of
 
 _FEWEST = 5

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_multigpu.planning.rank_figures import LaunchQueue, ReadValues
+from lightning_multigpu.report.rank_figures import LaunchQueue, ReadValues
 
 _MOST_LINES = 5
 _LAUNCHING = ("cuda_runtime", "cuda_driver", "cpu_op")

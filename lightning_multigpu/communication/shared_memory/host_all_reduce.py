@@ -55,7 +55,6 @@ class SharedMemoryAllReduce:
         timeout_s: seconds that a rank waits for the others.
 
     Raises:
-        ValueError: an option is out of its range.
         SharedMemoryUnavailableError: the ranks cannot share memory; all ranks raise.
     """
 

@@ -1,11 +1,18 @@
-"""The average over the ranks of gradients that are there."""
+"""Averages over the ranks: of gradients that are there, and of models after steps that ranks have taken alone.
+
+Local SGD: every rank takes several optimizer steps of its own, then the ranks average their models. Source: T. Lin,
+S. U. Stich, K. K. Patel, M. Jaggi, "Don't use large mini-batches, use local SGD", ICLR 2020; averaging the momentum
+with the weights follows J. Wang et al., "SlowMo", ICLR 2020, section 2.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat
@@ -28,3 +35,65 @@ def average_gradients(parameters: Iterable[Tensor], group: MeteredGroup) -> None
             dense.append(parameter.grad)
     for members in alike(dense, full_bytes=_FLAT_BYTES):
         apply_flat(lambda flat: flat.copy_(group.all_reduce(flat, "mean")), members)
+
+
+class ModelAverager:
+    """Counts the steps that ranks take alone, and averages weights and optimizer state over the ranks.
+
+    Args:
+        every: optimizer steps between two averages.
+        average: averages a flat, contiguous tensor on the device of the first parameter over the ranks, in place; a
+            collective.
+
+    Attributes:
+        steps_alone: optimizer steps that ranks have taken since the last average.
+    """
+
+    def __init__(self, every: int, average: Callable[[Tensor], object]) -> None:
+        self.every = every
+        self._average = average
+        self.steps_alone = 0
+
+    def stepped(self) -> bool:
+        """Counts an optimizer step; True if an average is due."""
+        self.steps_alone += 1
+        return self.steps_alone >= self.every
+
+    def average(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> bool:
+        """Averages weights and optimizer state, if ranks have stepped since the last average; a collective.
+
+        Tensors of the optimizer's state are averaged if they have the parameter's shape (momentum, moments). A
+        parameter without state on some rank, because it had no gradient there yet, keeps each rank's own state.
+
+        Returns:
+            Whether anything was averaged.
+        """
+        if self.steps_alone == 0:
+            return False
+        self.steps_alone = 0
+        parameters = list(parameters)
+        with torch.no_grad():
+            device = parameters[0].device
+            found = [*_moments(optimizers)]
+            present = torch.tensor([float(bool(of_one)) for of_one in found], device=device)
+            self._average(present)
+            on_all_ranks = [of_one for of_one, share in zip(found, present.tolist(), strict=True) if share == 1]
+
+            def average(flat: Tensor) -> None:
+                moved = flat.to(device)  # an optimizer may keep state in the host's memory, which NCCL cannot move
+                self._average(moved)
+                flat.copy_(moved)
+
+            for tensors in alike([*parameters, *chain.from_iterable(on_all_ranks)], full_bytes=_FLAT_BYTES):
+                apply_flat(average, tensors)
+        return True
+
+
+def _moments(optimizers: Iterable[Optimizer]) -> Iterator[list[Tensor]]:
+    """The tensors to average of each parameter's state, in an order that is the same on all ranks."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.state.get(parameter, {})
+                values = [state[name] for name in sorted(state, key=str) if isinstance(state[name], Tensor)]
+                yield [v for v in values if v.shape == parameter.shape and v.is_floating_point()]

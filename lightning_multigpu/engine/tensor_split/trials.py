@@ -21,7 +21,7 @@ from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import user_line, whole
+from lightning_multigpu.engine.tensor_split.parts import local, user_line, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import SplitBlocks
 
@@ -60,7 +60,8 @@ class TracelessStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block steps run on whole parameters without gradients; at its end all but weights is restored."""
-        with without_gradients(self.module.parameters()), self._traceless(), self.group.showing(parts=False):
+        restoring = without_gradients(self.module.parameters())
+        with self.group.showing(parts=True), restoring, self._traceless(), self.group.showing(parts=False):
             yield
 
     def forward(self) -> Tensor | None:
@@ -157,7 +158,6 @@ class Trials:
                 applied.append((block, Applied(self._module, block, block.ways[number], self._group)))
         except ValueError as error:
             problem = str(error)
-        problem = self._step.first_of_ranks(problem)
         for _, each in reversed(applied if problem else []):
             each.undo()
         return [] if problem else applied, problem
@@ -196,12 +196,12 @@ def rows_of_plan(module: Module, split: Sequence[tuple[Block, Applied]], left: S
     for (kind, reason), blocks in by_row.items():
         names = ", ".join(block.name for block in blocks) if reason and kind in split_kinds else kind
         parameters = {p for block in blocks for name in block.roles for p in parts[name].parameters()}
-        sizes = sum(map(_whole_bytes, parameters)), sum(parameter.nbytes for parameter in parameters)
+        sizes = sum(map(_whole_bytes, parameters)), sum(local(parameter).nbytes for parameter in parameters)
         rows.append(SplitBlocks(blocks[0].shape, names, len(blocks), *sizes, reason))
     return rows
 
 
 def _whole_bytes(parameter: Tensor) -> int:
     split = split_of(parameter)
-    shape = parameter.shape if split is None else split.whole_shape(parameter)
+    shape = parameter.shape if split is None else split.whole_shape(local(parameter))
     return math.prod(shape) * parameter.element_size()

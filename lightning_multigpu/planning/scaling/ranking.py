@@ -137,6 +137,9 @@ def _remedies(model: ModelProfile, machine: Machine, first: Prediction) -> list[
             for coding in machine.codings
             if world.nodes > 1 and "compression" not in options
         ]
+        if "average_every" not in options:
+            averaged = replace(candidate, options={**options, "average_every": 8})
+            changes.append(("With average_every=8 (local SGD)", model, averaged))
         half = model.gradient_bytes / 2**21
         if half > 1 and world.nodes > 1:
             fewer = replace(candidate, options={**options, "bucket_cap_mb": round(half, 1)})

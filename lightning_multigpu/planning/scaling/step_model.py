@@ -299,18 +299,19 @@ class _Step:
             optimizer_s /= max(2, world.nodes)
         exposed_s = end_s - phases.backward_s + cost.slowing * (phases.forward_s + phases.backward_s)
         compute_s = k * (phases.forward_s + phases.backward_s) + (k - 1) * phases.adding_s
+        every = int(options.get("average_every", 1))
         return self._prediction(
             phases,
             cost,
             compute_s=compute_s,
-            exposed_s=exposed_s,
+            exposed_s=exposed_s / every,
             hidden_s=max(0.0, transfers_s - exposed_s),
             optimizer_s=optimizer_s,
             uncertainty=self._uncertainty(compute_s, exposed_s),
             samples=k * model.samples * world.size,
             memory=_data_parallel_memory(model, name, world),
             activations_bytes=model.activations_bytes,
-            sent_bytes={**sent},
+            sent_bytes={link: bytes_ / every for link, bytes_ in sent.items()},
         )
 
     def pipeline(self) -> Prediction:

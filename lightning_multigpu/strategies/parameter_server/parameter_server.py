@@ -154,7 +154,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     @property
     @override
-    def replicas_differ(self) -> bool:
+    def _ranks_may_differ(self) -> bool:
         return self._is_asynchronous
 
     @override
@@ -302,6 +302,11 @@ class ParameterServerStrategy(MultiGPUStrategy):
         if self._asynchronous is None:
             return super().process_dataloader(dataloader)
         return self._asynchronous.distribute(dataloader, self._module.trainer)
+
+    @property
+    @override
+    def replicas_differ(self) -> bool:
+        return self._asynchronous is not None
 
     @override
     def _tell_global_batch(self) -> None:

@@ -21,8 +21,7 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
-from lightning_multigpu.engine.tensor_split.parts import whole_values
+from lightning_multigpu.engine.tensor_split.parts import own_state
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
@@ -433,10 +432,6 @@ class PipelineStrategy(MultiGPUStrategy):
         if self._running is None:
             return super()._whole_state(optimizer)
         return self._running.model.whole_optimizer_state(optimizer, streams=self.streams)
-
-    @override
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -29,9 +27,15 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     planned_blocks,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, user_line
+from lightning_multigpu.engine.tensor_split.parts import (
+    functions_get_whole,
+    local,
+    make_whole,
+    own_state,
+    state_of,
+    user_line,
+)
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
@@ -43,8 +47,6 @@ from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metered_group import MeteredGroup
     from lightning_multigpu.strategies.base import MultiGPUStrategy
-
-M = TypeVar("M", bound=Callable[..., Any])
 
 Plan = Literal["auto"] | Mapping[str, str]
 
@@ -66,10 +68,9 @@ def check_patterns(plan: Plan, module: Module) -> None:
     for pattern, style in () if plan == "auto" else plan.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             layers = {kind_of([n]) for n, part in names.items() if is_linear(part) or isinstance(part, Embedding)}
-            near = ", ".join(map(repr, get_close_matches(pattern, layers, cutoff=0.0))) or "none that can be split"
             raise ValueError(
-                f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
-                f"layers: {near}. Change the pattern, or leave it out"
+                f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}, whose layers are "
+                f"{', '.join(sorted(layers)) or 'none that can be split'}; change the pattern, or leave it out"
             )
 
 
@@ -98,17 +99,6 @@ def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tup
     return group, strategy.metered(ranks, "tensor")
 
 
-def _of_parts(method: M) -> M:
-    """Within the method parameters of split layers read as this rank's part."""
-
-    @wraps(method)
-    def on_parts(self: SplitLayers, *args: Any, **kwargs: Any) -> Any:
-        with self._group.showing(parts=True):
-            return method(self, *args, **kwargs)
-
-    return on_parts  # type: ignore[return-value]
-
-
 class SplitLayers:
     """The layers of a module that are split over a tensor group, from the first batch to the end of a fit.
 
@@ -126,7 +116,6 @@ class SplitLayers:
 
     # The split
 
-    @_of_parts
     def decide(self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, proves: bool) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
@@ -148,7 +137,8 @@ class SplitLayers:
         if proof is not None and proof.obstacle:
             rank_zero_info(proof.obstacle)
         elif proof is not None:
-            proof.check()
+            with self._group.showing(parts=True):
+                proof.check()
         self.split = trials.split
         for optimizer in optimizers:
             for parameter, state in held_states(plain_optimizer(optimizer)).items():
@@ -196,7 +186,6 @@ class SplitLayers:
             self._gathered.add(line)
             rank_zero_info(f"tensor_split gathers values of {layer} for {operation} ({line})")
 
-    @_of_parts
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None
@@ -207,13 +196,12 @@ class SplitLayers:
         for name, parameter in self._module.named_parameters():
             if split_of(parameter) is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
-                make_whole(parameter, self._whole(parameter, parameter.data, name))
+                make_whole(parameter, self._whole(parameter, local(parameter), name))
         for _, applied in reversed(self.split):
             applied.restore()
 
     # Checkpoints
 
-    @_of_parts
     def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``module.state_dict()`` with whole parameters, from that with parts; a collective of the tensor group."""
         whole = dict(state)
@@ -222,7 +210,6 @@ class SplitLayers:
                 whole[name] = self._whole(parameter, local(state[name]), name)
         return whole
 
-    @_of_parts
     def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
         """An optimizer's ``state_dict()`` with whole states, from that with parts; a collective of the group."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -260,7 +247,7 @@ class SplitLayers:
     def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: self._whole(parameter, value, name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape
+            if isinstance(value, Tensor) and value.shape == local(parameter).shape
             else value
             for name, value in state.items()
         }

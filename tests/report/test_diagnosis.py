@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_multigpu.planning.diagnosis import diagnose
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import predicted
-from lightning_multigpu.planning.rank_figures import LaunchQueue, RankFigures, ReadValues
+from lightning_multigpu.report.diagnosis import diagnose
+from lightning_multigpu.report.pipelines import PipelineFigures, TimedPipeline
+from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, ReadValues
 
 HEALTHY = {"data_wait": 0.001, "forward": 0.030, "backward": 0.060, "communication": 0.002, "optimizer": 0.005}
 
@@ -134,7 +134,9 @@ def test_a_host_that_is_not_ahead_of_its_gpu(busy_s: float) -> None:
 def figures(forward_s: list[float], num_micro_batches: int, message_s: float = 0.0) -> PipelineFigures:
     orders = schedule_orders("gpipe", len(forward_s), 1, num_micro_batches)
     timelines = predicted(orders, forward_s, [2 * seconds for seconds in forward_s], [message_s] * (len(forward_s) - 1))
-    return PipelineFigures.of({7 - i: line for i, line in enumerate(timelines)}, "gpipe", 1, num_micro_batches)
+    return TimedPipeline(
+        ranks=[7, 6], schedule="gpipe", stages_per_rank=1, num_micro_batches=num_micro_batches, timelines=timelines
+    ).figures()
 
 
 def test_a_bubble_asks_for_more_micro_batches() -> None:

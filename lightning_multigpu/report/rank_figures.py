@@ -18,6 +18,24 @@ from typing import NamedTuple
 
 from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures
 
+PHASES = (
+    "data_wait",
+    "device_transfer",
+    "forward",
+    "backward",
+    "communication",
+    "stage_wait",
+    "optimizer",
+    "callbacks",
+    "other",
+)
+"""In the order in which reports show them.
+
+"communication" is the exposed part of the transfers; "stage_wait" the time in which a rank of a pipeline waits for
+messages of other stages; "callbacks" the time of callbacks and hooks of the module; "other" the rest of Lightning's
+loop: results of steps, loggers, learning-rate schedulers, the progress bar.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
@@ -26,7 +44,7 @@ class RankFigures:
     Attributes:
         node: number of its host.
         steps: the number of its profiled steps.
-        phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`; where medians
+        phases_s: seconds of a step by phase, see :data:`PHASES`; where medians
             of phases add up to less than the median step, they are scaled up to it.
         callbacks_s: seconds of a step by callback, for those that take most time.
         hidden_s: time in which transfers were under way behind other phases than "communication" and "stage_wait".
