@@ -65,7 +65,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("predict", "compute a model's predictions", "training"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("plan", "predict step time, memory and scaling under every strategy, without training", "plans.plan"),
-    Command("report", "show the profile of a run, or compare those of several", "profiles"),
+    Command("report", "show the profile of a run again", "profiles"),
     Command("bench collectives", "time and check every collective on each back end", "benches.bench_collectives"),
     Command("bench strategies", "time a training step under several strategies", "benches.bench_strategies"),
     Command("calibrate", "measure this machine for plans", "calibrate"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import lightning
 import torch
@@ -41,7 +41,7 @@ class _Told:
 
     record: document.RankRecord
     facts: document.RunFacts
-    servers: document.ServersSection | None
+    servers: Mapping[str, Any] | None
 
 
 class RunReport(Callback):
@@ -51,7 +51,6 @@ class RunReport(Callback):
     :class:`~lightning_multigpu.report.document.RunDocument`. It is written however a fit ends in order: by
     ``max_epochs``, ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and
     leaves one that an earlier fit wrote; ``fast_dev_run`` prints the report only, like Lightning writes no logs then.
-    Of several reports in a Trainer one alone reports: the first :class:`ProfilerReport`, else the first.
 
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
     ``tokens_fn`` to a :class:`ThroughputMonitor` of your own). For monitors that the trainer lacks, the report has
@@ -60,19 +59,19 @@ class RunReport(Callback):
     Args:
         print_table: whether rank 0 prints the report.
         write_file: whether rank 0 writes the file.
-    """
 
-    profiles: ClassVar[bool] = False
+    Raises:
+        ValueError: at the start of a fit, the Trainer has several reports.
+    """
 
     def __init__(self, *, print_table: bool = True, write_file: bool = True) -> None:
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank (under `async_ps` on rank 0); None before the first."""
         self.path: Path | None = None
         """The path of the newest report, on rank 0."""
-        self._servers: document.ServersSection | None = None
+        self._servers: Mapping[str, Any] | None = None
         self._memory: document.HeldMemory | None = None
         self._own: list[Monitor] = []
-        self._is_active = False
         self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
         self._print_table = print_table
@@ -80,11 +79,9 @@ class RunReport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
-        self._is_active = self is max(reports, key=lambda each: each.profiles)  # the first of several
-        if not self._is_active:
-            rank_zero_warn(f"of several reports in a Trainer one alone reports: leave {type(self).__name__} out")
-            return
+        reports = [type(each).__name__ for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
+        if len(reports) > 1:
+            raise ValueError(f"{', '.join(reports)} in one Trainer: they write the same files; leave one in")
         self._start_s = time.perf_counter()
         self._facts, self._view = _facts(trainer, pl_module), view_of(trainer)
         self._throughput = self._monitor(trainer, ThroughputMonitor)
@@ -95,22 +92,19 @@ class RunReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_active:
-            self._gathered = self._view.gather_at_end(lambda: as_json(self._told(trainer)))
+        self._gathered = self._view.gather_at_end(lambda: as_json(self._told(trainer)))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._is_active and (self._memory is None or trainer.is_last_batch):
+        if self._memory is None or trainer.is_last_batch:
             self._memory = self._held(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_active:
-            return
         counted = self._view.server_statistics()
-        self._servers = None if counted is None else from_json(document.ServersSection, counted.section())
+        self._servers = None if counted is None else counted.section()
         self._split_plan = self._view.split_plan()
         held = self._held(trainer)
         if not held.gradients_bytes and self._memory is not None:  # Lightning has freed them
@@ -119,8 +113,6 @@ class RunReport(Callback):
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_active:
-            return
         if self._gathered is None:
             gathered = self._view.gather(as_json(self._told(trainer)))
         elif not trainer.is_global_zero:
@@ -132,7 +124,7 @@ class RunReport(Callback):
         report = document.build(
             [each.record for each in told],
             told[0].facts,
-            strategy=document.NamedStrategy(name=name, options=options),
+            strategy={"name": name, "options": options},
             versions=versions_of(trainer.strategy.root_device),
             aggregations=KEYS,
             parameter_servers=told[0].servers,
@@ -249,11 +241,11 @@ def _facts(trainer: Trainer, module: LightningModule) -> document.RunFacts:
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         ),
         precision=str(trainer.precision),
-        hardware=document.Hardware(
-            device="cuda" if device_type == "cuda" else "cpu",
-            threads_per_rank=torch.get_num_threads(),
+        hardware={
+            "device": "cuda" if device_type == "cuda" else "cpu",
+            "threads_per_rank": torch.get_num_threads(),
             **machine_of(device_type),
-        ),
+        },
     )
 
 

@@ -99,7 +99,7 @@ def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) 
     """
     named = dict(layers)
     found = named if choice is True else _matching(choice, named, repr(chain), [*named])
-    return frozenset(index for index, name in enumerate(named) if name in found)
+    return frozenset(map([*named].index, found))
 
 
 def _matching(choice: Choice, parts: Mapping[str, Module], owner: str, shown: Sequence[str]) -> list[str]:
@@ -124,16 +124,10 @@ def _matching(choice: Choice, parts: Mapping[str, Module], owner: str, shown: Se
 
 @contextmanager
 def recomputing(names: Sequence[str], *modules: Module) -> Iterator[None]:
-    """Within the block, a training step, these layers run so that backward, also after the block, computes them again.
+    """Within the block, a training step, layers of these names run so that backward, also after it, runs them again.
 
-    Within the block Hugging Face models cache no keys and values: a layer's second run would find its own.
-
-    Args:
-        names: of the layers.
-        modules: the module, or copies of it with layers of the same names.
-
-    Raises:
-        RecomputationError: as for :func:`recomputed`.
+    ``modules`` are the module, or copies of it. Within the block Hugging Face models cache no keys and values: a
+    layer's second run would find its own. Raises RecomputationError as :func:`recomputed`.
     """
 
     def call(layer: Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

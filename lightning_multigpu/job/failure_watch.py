@@ -13,9 +13,7 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from lightning.pytorch.trainer.states import TrainerFn
@@ -24,10 +22,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
-from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
+from lightning_multigpu.job.guardian import Failure, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
@@ -40,7 +37,6 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 3.0
 _SETTLE_AFTER_SIGTERM_S = 1.0  # a launcher that sees a rank end may be faster with SIGTERM than the guardian
-_STARTS = re.compile(r"/(multiprocessing/popen_\w+|subprocess)\.py$")
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort|parameter server",
@@ -48,28 +44,17 @@ _CONNECTION_LOST = re.compile(
 )
 
 
-@dataclass
-class Kept:
-    """The connection of this process to its guardian, from its first run until it has left a failed one.
-
-    ``guardian`` is set if this process has started it; ``place`` is the run's address and number of ranks.
-    """
-
-    client: GuardianClient
-    guardian: Guardian | None
-    place: tuple[object, ...]
-
-
-KEPT: list[Kept] = []
+# The connection of this process to its guardian, from its first run until it has left a failed one.
+KEPT: list[GuardianClient] = []
 
 
 def leave_guardian() -> None:
     """Ends the connection to the guardian, which ends with the last one."""
     while KEPT:
-        kept = KEPT.pop()
-        kept.client.leave()
-        if kept.guardian is not None:
-            kept.guardian.stop()
+        client = KEPT.pop()
+        client.leave()
+        if client.started is not None:
+            client.started.stop()
 
 
 class FailureWatch:
@@ -130,12 +115,6 @@ class FailureWatch:
         self.failure = self.failure or failure
         if not self.failed:
             self.signals.follow(signal.Signals(failure.signal) if failure.signal else None)
-        self._abort()
-
-    def cut_loose(self) -> None:
-        """Ends this rank's waits in collectives: a signal has come, and the main thread does not act on it."""
-        if self._cut is not None:
-            sys.stderr.write("The rank waits in a collective, and acts on no signal: the wait is ended now.\n")
         self._abort()
 
     def leave(self) -> None:
@@ -209,8 +188,6 @@ class FailureWatch:
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
         other = self._verdict(patience_s)
-        if _may_be_of_a_start(error):
-            note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
         if other is None:
             error.add_note(own.describe())
@@ -268,9 +245,3 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
 
 def _is_connection_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(text_of(error)))
-
-
-def _may_be_of_a_start(error: BaseException) -> bool:
-    """Whether a process or a thread may have been about to start: files and locks have the same numbers of errors."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not isinstance(error, OSError) or any(map(_STARTS.search, files))

@@ -168,7 +168,7 @@ def _communication_remedies(step: CommonStep, options: Mapping[str, Any], num_no
         batches = 2 * step.first_to_wait.batches
         often = f"Communicate half as often: Trainer(accumulate_grad_batches={batches}), or batches of twice the size"
     remedies = {f"{often} (the time is for as many samples as now)": per_step_s / 2}
-    if num_nodes > 1 and options.get("compression", "") is None:
+    if num_nodes > 1 and options.get("compression", "") is None and options.get("average_every", 1) == 1:
         saving_s = min(gradients_s, _BF16 * (gradients_s + step.first_to_wait.hidden_s))
         remedies['Send half of the bytes between hosts: compression="bf16"'] = saving_s
     return remedies | _another_strategy(step)

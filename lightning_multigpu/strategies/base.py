@@ -466,12 +466,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         watch.joined(groups.cut, run.world_size)
         self.meter.notes, client = watch.flight_recorder, watch.client
         assert client is not None
-        self.signals.begin(
-            run.environment,
-            patience_s=run.failure_timeout_s,
-            on_signal=client.signalled,
-            on_stuck=watch.cut_loose,
-        )
+        self.signals.begin(run.environment, client.signalled)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:

@@ -47,7 +47,7 @@ from lightning_multigpu.engine.micro_batches import (
 )
 from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
-from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
+from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import other_random_states
@@ -283,7 +283,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         loss = JointLoss(
             tensors,
             weights,
-            parameters_of(replicas),
+            [[parameter for parameter in replica.parameters() if parameter.requires_grad] for replica in replicas],
             self._threads,
             partial(self._travelling, "reduce", copies=len(parts) - 1),
             has_drawn=has_drawn,

@@ -24,6 +24,7 @@ from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.remote_values import RemoteValues
 from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.tensor_split.parts import whole_values
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.job.checkpoint_files.whole_checkpoint_io import WholeCheckpointIO, map_files, whole_io
 from lightning_multigpu.placement.owned_step import OwnedStep, groups_alone
@@ -157,10 +158,6 @@ class PackStrategy(Strategy):
         self._owned[optimizer].load_state_dict(state)
         return None
 
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with whole tensors for parts in further entries; a collective of those that gather."""
-        return checkpoint
-
     def _further_state(self) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""
         return {}
@@ -228,7 +225,7 @@ class PackStrategy(Strategy):
             return
         checkpoint = {**checkpoint, **self._further_state()}
         if self._gathers:
-            checkpoint = self._whole_values(checkpoint)
+            checkpoint = {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
         remote = self.remote if self.streams and self._gathers else None
         with nullcontext() if remote is None else remote.served():
             super().save_checkpoint(checkpoint, filepath, storage_options)

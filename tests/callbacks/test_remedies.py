@@ -72,7 +72,8 @@ def test_the_right_option_for_each_strategy() -> None:
     measured, cut = HybridStrategy(balance="time"), PipelineStrategy(split_points=["layers.2"])
     assert 'balance="time" cannot divide a layer' in remedies(measured)["imbalance of stages"]
     assert "Move split_points" in remedies(cut)["imbalance of stages"]
-    assert "bf16" not in remedies(make_strategy("ring_ddp", compression="int8"))["communication"]
+    for options in ({"average_every": 4}, {"compression": "int8"}):
+        assert "bf16" not in remedies(make_strategy("ring_ddp", **options))["communication"]
     assert not re.search("compression|balance=", " ".join(remedies(DDPStrategy()).values())), "of DDP nothing is known"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import signal
@@ -82,32 +81,6 @@ def test_what_the_end_of_another_rank_brings_is_the_failure_that_the_guardian_te
     assert watch.settle(error, RUN, 3) is failure
     assert cuts == [1]
     assert not client.told, "this rank has not failed"
-
-
-START = "/lib/python3.11/multiprocessing/popen_fork.py"
-
-
-@pytest.mark.parametrize(
-    ("error", "file", "limit"),
-    [
-        (RuntimeError("can't start new thread"), "train.py", "see `ulimit -u`"),
-        (OSError(errno.EAGAIN, "again"), START, "see `ulimit -u`"),
-        (OSError(errno.ENOMEM, "no memory"), START, "see `ulimit -u`"),
-        (OSError(errno.EAGAIN, "write could not complete without blocking"), "train.py", ""),
-        (OSError(errno.ENOENT, "no file"), START, ""),
-        (RuntimeError(3), "train.py", ""),
-    ],
-)
-def test_a_process_or_a_thread_that_the_system_refuses(
-    error: Exception, file: str, limit: str, watch: FailureWatch
-) -> None:
-    """Under pids.max a rank said "can't start new thread" alone, and a loader "Cannot allocate memory"."""
-    client = under(watch)
-    with pytest.raises(type(error)):
-        exec(compile("raise error", file, "exec"), {"error": error})
-    watch.settle(error, RUN, 3)
-    assert any(note.startswith("rank 0: ") and limit in note for note in error.__notes__) == bool(limit)
-    assert ("rank 0: " in client.told[0].traceback) == bool(limit), "the other ranks are told"
 
 
 def test_a_spawned_rank_cannot_be_tuned(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:

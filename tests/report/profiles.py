@@ -7,14 +7,7 @@ from typing import Any
 
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
-from lightning_multigpu.report.document import (
-    HeldMemory,
-    RunDocument,
-    ServerFigures,
-    ServersSection,
-    Staleness,
-    WorkerFigures,
-)
+from lightning_multigpu.report.document import HeldMemory, RunDocument
 from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, TransferSums
 from tests.report.examples import document_of, record
 
@@ -62,13 +55,7 @@ def with_all() -> RunDocument:
         measured = record(rank, throughput__samples_per_sec=89.5)
         records.append(replace(measured, memory=memory, profiled=of_rank, stages=stages))
     workers = [
-        WorkerFigures(rank=rank, updates=8, staleness=Staleness(median=1, p95=19 + rank, max=20)) for rank in range(2)
+        {"rank": rank, "updates": 8, "staleness": {"median": 1, "p95": 19 + rank, "max": 20}} for rank in range(2)
     ]
-    servers = ServersSection(
-        servers=[
-            ServerFigures(server=0, weights_bytes=8000),
-            ServerFigures(server=1, weights_bytes=2),
-        ],
-        workers=workers,
-    )
+    servers = {"servers": [{"server": 0, "weights_bytes": 8000}], "workers": workers}
     return document_of(*records, strategy="async_ps", parameter_servers=servers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -109,7 +110,7 @@ class _Trial:
         check_module(module)
         check_optimizers(optimizers)
         points = options.split_points
-        options = options.with_schedule("1f1b")
+        options = replace(options, schedule="1f1b", stages_per_rank=None)
         chain = options.chain(module, 2 if points is None else len(points) + 1, self._device)
         recompute = layers_of(chain.name, chain.named_layers(), options.activation_checkpointing)
         ownership = Ownership(module, chain, [(0, len(chain))], 0, 1, device=self._device)

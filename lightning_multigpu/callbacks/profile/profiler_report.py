@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -56,8 +56,6 @@ class ProfilerReport(RunReport):
         ValueError: ``wait`` is below 0, ``active`` below 1.
     """
 
-    profiles: ClassVar[bool] = True
-
     def __init__(
         self,
         *,
@@ -90,26 +88,25 @@ class ProfilerReport(RunReport):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_active:
-            self._step = trainer.global_step
-            self._window = ProfiledWindow(
-                trainer,
-                self._wait,
-                self._active,
-                trace=self._trace,
-                activations=self._activations,
-                waits_for_device=self._for_plan,
-            )
-            self._view.record_stages()
+        self._step = trainer.global_step
+        self._window = ProfiledWindow(
+            trainer,
+            self._wait,
+            self._active,
+            trace=self._trace,
+            activations=self._activations,
+            waits_for_device=self._for_plan,
+        )
+        self._view.record_stages()
         self._model, self._usage = None, None
-        if self._is_active and trainer.world_size == 1:
+        if trainer.world_size == 1:
             device = trainer.strategy.root_device
             self._usage = usage([device.index or 0] if self._for_plan and device.type == "cuda" else [])
         super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_active and self._for_plan and self._model is None:
+        if self._for_plan and self._model is None:
             self._model = model_figures(trainer, batch, batch_idx, self.pipeline_options)
 
     @override

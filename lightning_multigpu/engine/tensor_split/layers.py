@@ -140,8 +140,7 @@ class ColumnSplitLinear(SplitLayer, nn.Linear):
 
         Args:
             linear: an ``nn.Linear``, or a Conv1D of transformers.
-            sections: lengths of the parts of the output that are split one by one: of queries, keys and values, for
-                example, in a fused projection. One by default.
+            sections: lengths of the parts of the output that are split one by one; one by default.
             unit: outputs that stay on one rank, of a head for example; or one number for each section.
 
         Raises:
@@ -184,15 +183,7 @@ class RowSplitLinear(SplitLayer, nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Module, group: TensorGroup, *, unit: int = 1, name: str = "") -> Any:
-        """Makes a linear layer a row layer, in place: its parameters, hooks and places in modules stay.
-
-        Args:
-            linear: an ``nn.Linear``, or a Conv1D of transformers.
-            unit: inputs that stay on one rank, of a head for example.
-
-        Raises:
-            ValueError: the unit does not fit.
-        """
+        """As :meth:`ColumnSplitLinear.of`; ``unit`` are inputs."""
         split_as(linear, cls)
         layer: Any = linear
         dim = int(not layer.is_transposed)

@@ -177,15 +177,9 @@ class TensorGroup:
         return wait
 
     def all_gather(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
-        """The parts of all ranks, one after the other along ``dim``.
+        """The parts of all ranks, one after the other along ``dim``; contiguous if that is the first one.
 
-        Args:
-            tensor: this rank's part; the other dimensions are the same on every rank.
-            dim: along which parts follow one another.
-            bounds: of the parts, as indices of the result.
-
-        Returns:
-            A tensor of ``bounds[-1][1]`` entries along ``dim``, contiguous if ``dim`` is the first one.
+        ``bounds`` are those of the parts, as indices of the result.
         """
         if self._is_nccl and tensor.is_cpu and not self._is_silent(tensor):  # an average in the host's memory
             return self.all_gather(tensor.cuda(), dim, bounds, name).cpu()

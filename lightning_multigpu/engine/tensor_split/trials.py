@@ -158,7 +158,6 @@ class Trials:
                 applied.append((block, Applied(self._module, block, block.ways[number], self._group)))
         except ValueError as error:
             problem = str(error)
-        problem = self._step.first_of_ranks(problem)
         for _, each in reversed(applied if problem else []):
             each.undo()
         return [] if problem else applied, problem

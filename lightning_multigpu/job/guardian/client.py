@@ -24,7 +24,7 @@ from lightning_multigpu.job.guardian.protocol import (
     encode,
     foreign,
 )
-from lightning_multigpu.job.guardian.start import GuardianError
+from lightning_multigpu.job.guardian.start import Guardian, GuardianError
 
 OnFailure = Callable[[Failure], None]
 
@@ -49,6 +49,7 @@ class GuardianClient:
         failure: the failure that ``on_failure`` was called with, or None.
         find_failure: called twice a second in a run, in another thread; a failure that it finds is reported.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
+        started: the guardian, if this process has started it; ``place``: its address and number of ranks.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
             next run.
 
@@ -63,6 +64,8 @@ class GuardianClient:
         self.failure: Failure | None = None
         self.find_failure: Callable[[], Failure | None] = lambda: None
         self.rests = False
+        self.started: Guardian | None = None
+        self.place: tuple[object, ...] = ()
         self._run = 1
         self._on_failure = on_failure
         self._leaving, self._all_at_end, self._printed = threading.Event(), threading.Event(), threading.Event()
@@ -131,7 +134,10 @@ class GuardianClient:
         self._send("joining", limit_s=limit_s)
 
     def signalled(self, status: int, number: int) -> None:
-        """Reports this rank's first, second... SIGINT or SIGTERM; the second ends the job with that exit status."""
+        """Reports this rank's first, second... SIGINT or SIGTERM, or by the number 0 that it acts on one.
+
+        After the first, ranks have ``failure_timeout_s`` to act; the second ends the job with that exit status at once.
+        """
         self._send("signalled", status=status, number=number)
 
     def finish(self) -> Failure | None:

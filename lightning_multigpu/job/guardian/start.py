@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.proc import refusal
 from lightning_multigpu.job.guardian.protocol import Connection, foreign
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
@@ -161,8 +160,7 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        hint = refusal(error)
-        raise GuardianError(f"the guardian does not start: {error}{hint and '; '}{hint}") from error
+        raise GuardianError(f"the guardian does not start: {error}") from error
     if started.returncode != 0:
         raise GuardianError(f"the guardian does not start: {' '.join(command)} ended with {started.returncode}")
     return int(started.stdout)

@@ -39,6 +39,7 @@ class Watchdog:
         self._connections: dict[Connection, WatchedRank] = {}
         self._shutdown: Shutdown | None = None
         self._signals, self._status = 0, INTERRUPTED_STATUS  # the ranks' first or second one, and its exit status
+        self._act_by_s = float("inf")
         self._hurries = self._released = self._looks_now = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=settings["listener"])
@@ -158,6 +159,11 @@ class Watchdog:
             if self._shutdown.failure.signal:  # the first one, which a rank has acted on alone
                 self._shutdown.failure = failure
             self._shutdown.hurry(self._now_s)
+        elif self._now_s > self._act_by_s:  # they wait for each other, or train no more: each one acts alone
+            number = signal.Signals(self._status - 128)
+            what = f"the ranks have agreed on no batch within {self._timeout_s:g} s after {number.name}"
+            self._act_by_s = float("inf")
+            self._fail(Failure(what, host=host_name(), signal=number))
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = {rank.process.pid for rank in self._ranks}
@@ -295,7 +301,7 @@ class Watchdog:
             if self._shutdown is not None or message["run"] == self._ranks.run:
                 rank.finished = rank.at_end = True
             if not self._ranks.at_work:
-                self._signals = 0
+                self._signals, self._act_by_s = 0, float("inf")
         elif kind == "at end":
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end
@@ -304,10 +310,14 @@ class Watchdog:
             rank.joining_until_s = None if limit_s is None else self._now_s + limit_s
         elif kind == "can be lost":
             rank.can_be_lost = True
-        elif kind == "signalled" and message["number"] > self._signals:
-            self._signals, self._status = message["number"], message["status"]
-            if self._signals == 1:
-                print_text(_FIRST_INTERRUPT)
+        elif kind == "signalled":
+            number, status = message["number"], message["status"]
+            if number == 0:
+                self._act_by_s = float("inf")
+            elif number > self._signals:
+                self._signals, self._status, self._act_by_s = number, status, self._now_s + self._timeout_s
+                if (number, status) == (1, INTERRUPTED_STATUS):
+                    print_text(_FIRST_INTERRUPT)
         elif kind == "failed":
             self._fail(Failure(**message["failure"]))
         elif kind == "listen":

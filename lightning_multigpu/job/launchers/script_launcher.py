@@ -19,7 +19,6 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.job.guardian import Guardian
-from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
 
@@ -56,13 +55,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
             _STARTED.update(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
         else:
             self._check_started()
-        try:
-            self._joining.begin(
-                self._run, guardian=guardian, started={rank: each.pid for rank, each in _STARTED.items()}
-            )
-        except RuntimeError as error:
-            note_refusal(error, f"rank {self._run.rank}")
-            raise
+        self._joining.begin(self._run, guardian=guardian, started={rank: each.pid for rank, each in _STARTED.items()})
         set_num_threads_if_needed(num_processes=self.num_processes)
         return self._joining.watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
 
@@ -82,12 +75,11 @@ class ScriptLauncher(SubprocessScriptLauncher):
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
         try:
             self._call_children_scripts()
-        except BaseException as error:
+        except BaseException:
             guardian.kill()
             for process in self.procs:
                 process.kill()
                 process.wait()
-            note_refusal(error, f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start")
             raise
 
     @override

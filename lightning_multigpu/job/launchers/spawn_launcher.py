@@ -33,7 +33,7 @@ from lightning_multigpu._lightning_internals import (
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian import Failure, Guardian
 from lightning_multigpu.job.guardian.failure import host_name
-from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
+from lightning_multigpu.job.guardian.proc import ended_text
 from lightning_multigpu.job.guardian.protocol import INTERRUPTED_STATUS
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
@@ -161,7 +161,6 @@ class SpawnLauncher(MultiProcessingLauncher):
                 error = ValueError(_TUNED_IN_VAIN)
                 watch.settle(error, run, None)
             if watch.failure is None:  # it has not joined, and the guardian sees only its end
-                note_refusal(error, f"rank {run.rank}")
                 traceback.print_exception(error)
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
             if not watch.is_lost:  # else the process that has started the ranks goes on
@@ -230,10 +229,9 @@ class _Ranks:
                     process.start()
                 self.processes.append(process)
                 guardian.started(self._first_rank + local_rank, process.pid)
-        except BaseException as error:
+        except BaseException:
             guardian.kill()
             self.end(signal.SIGKILL)
-            note_refusal(error, f"rank {len(self.processes)} of {run.ranks_per_host} on this host cannot start")
             raise
 
     def await_end(self) -> None:

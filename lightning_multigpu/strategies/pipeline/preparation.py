@@ -56,7 +56,7 @@ class Preparation:
         """
         trainer = self._model.module.trainer
         # What a proof that steps equal those of one device rests on; the second epoch may train in another way.
-        kind = (self._pipeline.trainable(), tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
+        kind = (batch.trainable, tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
         if kind in self._prepared:
             return
         proof = Proof(self._pipeline, batch) if self._options.verify_steps > 0 and batch.counts else None

@@ -21,8 +21,7 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
-from lightning_multigpu.engine.tensor_split.parts import whole_values
+from lightning_multigpu.engine.tensor_split.parts import own_state
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
@@ -363,7 +362,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
+        self._pipeline.outputs.add_first(leaves=True)  # a Tuner expects its own callback to be the first
 
     # Evaluation
 
@@ -420,7 +419,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._running is not None:
-            return self._running.whole_weights(state, streams=self.streams)
+            return self._running.model.whole_state_dict(state, streams=self.streams)
         if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
             raise PipelineError(
                 "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
@@ -432,11 +431,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._running is None:
             return super()._whole_state(optimizer)
-        return self._running.whole_state(optimizer, streams=self.streams)
-
-    @override
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
+        return self._running.model.whole_optimizer_state(optimizer, streams=self.streams)
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

@@ -82,6 +82,7 @@ class TensorAxis:
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
+        model.split_layers = self.layers if model.is_last else None
         self.plan = plan = replace(plan, ranks=held[: self.group.size * model.group.num_ranks])
         rank_zero_info(str(plan))
 
@@ -98,6 +99,7 @@ class TensorAxis:
         if not self.is_split:
             return
         self.layers.make_whole(self._model.module.trainer.optimizers)
+        self._model.split_layers = None
         for holding in self._model.ownership.holdings:
             split = split_of(holding.tensor)
             if split is not None and isinstance(holding.tensor, Placeholder):  # what only another rank has

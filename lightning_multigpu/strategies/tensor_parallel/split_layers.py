@@ -27,9 +27,15 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     planned_blocks,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, user_line
+from lightning_multigpu.engine.tensor_split.parts import (
+    functions_get_whole,
+    local,
+    make_whole,
+    own_state,
+    state_of,
+    user_line,
+)
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes

@@ -24,9 +24,8 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.step_state import other_random_states, torch_random_states
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole, whole_values
+from lightning_multigpu.engine.tensor_split.parts import own_state, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
@@ -180,7 +179,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         )
         self._undo.callback(methods.end)
         self._undo.callback(self._layers.follow_updates(self.precision_plugin, self._watch_states).end)
-        self._share_random_states(self._peers)
+        self._agree_on_random_states()
 
     @override
     def _setup_model(self, model: Module) -> Any:
@@ -192,10 +191,6 @@ class TensorSplitStrategy(RingDDPStrategy):
     def _showing_parts(self) -> AbstractContextManager[None]:
         return nullcontext() if self._tensor is None else self._tensor.showing(parts=True)
 
-    def _share_random_states(self, peers: MeteredGroup) -> None:
-        """Gives every rank of a tensor group the random states of its first rank."""
-        share_random_states(self.root_device, lambda mine: peers.broadcast_object(mine, peers.first_rank))
-
     def _agree_on_random_states(self) -> None:
         """Gives every rank of a tensor group the random states of its first one, where a hook has made them differ.
 
@@ -205,7 +200,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         if peers is None or self.failure_watch.failed:
             return
         if not are_equal(_checksum_of_random_states(self.root_device), peers):
-            self._share_random_states(peers)
+            share_random_states(self.root_device, lambda mine: peers.broadcast_object(mine, peers.first_rank))
 
     @override
     def teardown(self) -> None:
@@ -340,10 +335,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._watch_states()
         found, layers = super()._whole_state(optimizer), self._split_layers
         return found if layers is None else layers.whole_optimizer_state(optimizer, found)
-
-    @override
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
 
 def _checksum_of_random_states(device: torch.device) -> int:

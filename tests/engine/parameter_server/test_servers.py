@@ -227,17 +227,6 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
         found.workers.run(work)
 
 
-def test_workers_with_other_models_are_refused() -> None:
-    with job() as found:
-
-        def work(connections: Servers) -> None:
-            parameters = weights()[: 3 - connections.worker]
-            train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
-
-        with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
-            found.run(work)
-
-
 def test_options_of_any_kind_travel_and_what_no_server_can_make_is_refused() -> None:
     """Numbers and texts alone did, in JSON."""
 

@@ -72,6 +72,16 @@ def test_a_second_interrupt_of_one_rank_ends_the_others_too(capfd: pytest.Captur
     assert capfd.readouterr().err.count("Another Ctrl-C ends it at once.") == 1
 
 
+@pytest.mark.parametrize("acts", [False, True])
+def test_ranks_act_on_a_signal_in_time(acts: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A save after it may take any time."""
+    signalled = "client.signalled(143, 1); " + "client.signalled(143, 0); time.sleep(3); client.leave()" * acts
+    with Job(signalled + WORK * (not acts), f"time.sleep(3); {FINISH}" if acts else WORK, failure_timeout_s=2) as job:
+        job.ends(*(0, 0) if acts else (1, 1))
+    failed = "The job failed: the ranks have agreed on no batch within 2 s after SIGTERM (host "
+    assert capfd.readouterr().err.startswith(failed) is not acts
+
+
 def test_a_second_sigterm_while_a_rank_raises_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
     """The rank was to print the failure, ended at once, and nobody said why."""
     raises = "client.failed(Failure('was interrupted (SIGTERM)', 0, signal=15)); client.signalled(143, 2); "

@@ -470,6 +470,7 @@ def test_what_needs_the_whole_model_is_refused(check: Callable[[], None], words:
         ({"data_parallel_size": 8}, "1 device a pipeline: a pipeline has a stage on each device"),
         ({"devices": 1}, "1 device a pipeline: a pipeline has a stage on each device and needs 2 or more"),
         ({"split_points": ["net.up"]}, r"makes 2 stages, and 8 ranks with 1 each have 8; name 7 submodules"),
+        ({"gather_at_end": False, "start_method": "spawn"}, "the parts of the model would be lost with the processes"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:

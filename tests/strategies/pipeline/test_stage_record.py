@@ -17,7 +17,7 @@ from lightning_multigpu.planning.pipelines.timeline import Timeline, bubble, usa
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.pipelines import TimedPipeline
 from lightning_multigpu.report.schema import from_json
-from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy
+from tests.strategies.tasks import Case, fit_module
 from tests.world import World
 
 WIDTH = 32
@@ -162,15 +162,3 @@ def test_a_stage_without_gradients_has_no_backward_passes(world2: World) -> None
     first, last = map(passes_of, pipeline.timelines)
     assert (first[:2], last[1]) == ((4, 0), 4)
     assert report["memory"][1]["gradients_bytes"] == 0
-
-
-def two_fits() -> dict[str, Any]:
-    callback = ProfilerReport(wait=0, active=1, **QUIET)
-    for strategy in (PipelineStrategy(), make_strategy("ring_ddp")):
-        data = DataLoader(dataset(8), batch_size=4)
-        fit_module(Classifier(), strategy, 2, Case(max_epochs=1), data, callbacks=[callback])
-    return callback.report or {}
-
-
-def test_a_later_fit_without_a_pipeline_has_no_stages(world2: World) -> None:
-    assert pipelines_of(world2.run(two_fits)[0]) == []

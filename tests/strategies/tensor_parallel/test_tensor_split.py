@@ -23,9 +23,11 @@ from lightning_multigpu import TensorSplitStrategy
 from lightning_multigpu.communication.metering.traffic import OperationTotals
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.tensor_split.parts import local
+from tests.modules import TwoOptimizers
 from tests.strategies.tasks import (
     Case,
     assert_same_weights,
+    assert_trains_alike,
     fit,
     fit_module,
     make_strategy,
@@ -409,3 +411,29 @@ def test_hooks_read_whole_gradients(world2: World, kind: type[Task]) -> None:
     for result in world2.run(reads_gradients, 2, kind):
         assert_same_weights(result, reference)
         assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
+
+
+class Closures(TwoOptimizers):
+    """Gives its optimizers closures, and clamps weights in its step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step(closure=functools.partial(self.closure, optimizer, *batch))
+        for parameter in self.second.parameters():
+            parameter.data.clamp_(-0.3, 0.3)
+
+    def closure(self, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = F.cross_entropy(self.second(self.first(x).tanh()), y)
+        self.manual_backward(loss)
+        return loss
+
+
+def test_closures_train_as_one_device_does(world2: World) -> None:
+    """Refused while splits were compared by the loss of a step; the trial of a split must not step, clamp or count."""
+    assert_trains_alike(world2, Closures, "tensor_split", Case(max_epochs=1))
+
+
+def test_groups_side_by_side_average_what_is_stepped_by_hand(world4: World) -> None:
+    options = {"tensor_parallel_size": 2, "find_unused_parameters": True}
+    assert_trains_alike(world4, TwoOptimizers, "tensor_split", Case(max_epochs=1, strategy=options))

@@ -127,6 +127,7 @@ class LayerInterception:
         self._places: dict[Module, list[int]] = {}  # several of a layer that runs again
         for index, layer in enumerate(chain.layers):
             self._places.setdefault(layer, []).append(index)
+        self._names = [chain.layer_name(index) for index in range(len(chain))]
         self._start = self._stop = 0  # of the running stage
         self._begin_part = begin_part
         self._run_layer = run_layer
@@ -206,11 +207,10 @@ class LayerInterception:
         finally:
             self._running = False
             self._forget()
-        if 0 < self._next < len(self.chain):
-            names = [self.chain.layer_name(index) for index in (self._next - 1, self._next)]
+        if 0 < self._next < len(self._names):
             raise PipelineError(
-                f"the step ended after layer {names[0]} without running {names[1]}: every step must run all layers of "
-                "the split part"
+                f"the step ended after layer {self._names[self._next - 1]} without running {self._names[self._next]}: "
+                "every step must run all layers of the split part"
             )
         lost = first_placeholder(result)
         if lost is not None:
@@ -237,7 +237,7 @@ class LayerInterception:
         self._begin_part(1 + index)
         if missing is not None:
             raise PipelineError(
-                f"layer {self.chain.layer_name(index)} takes {missing.source} as an input, whose values are on another "
+                f"layer {self._names[index]} takes {missing.source} as an input, whose values are on another "
                 "stage: besides the previous layer's output a layer can take only what every stage computes itself; "
                 f"{_OTHER_WAYS}",
                 missing.sources,
@@ -251,14 +251,14 @@ class LayerInterception:
         tensors = tensors_of(output)
         if not tensors:
             raise PipelineError(
-                f"layer {self.chain.layer_name(index)} returns {type(output).__name__}, in which a pipeline finds no "
+                f"layer {self._names[index]} returns {type(output).__name__}, in which a pipeline finds no "
                 "tensors to pass on: return tensors, or tuples, named tuples, lists or dictionaries of tensors"
             )
-        if index == self._stop - 1 and self._stop < len(self.chain.layers):
+        if index == self._stop - 1 and self._stop < len(self._names):
             raise _StageEnd(output)
-        if index == len(self.chain.layers) - 1:
+        if index == len(self._names) - 1:
             self._begin_part(2 + index)
-        self._remember(tensors)
+        self._previous = [(tensor, _version(tensor)) for tensor in tensors]
         return output
 
     def _run_own(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -283,11 +283,11 @@ class LayerInterception:
             assert self._receive is not None
             self._arrived = self._receive()
         if not self._previous or index == self._start - 1:
-            source = f"the output of layer {self.chain.layer_name(index)}"
+            source = f"the output of layer {self._names[index]}"
             placeholders = [Placeholder(each, source, fixed=True) for each in self._placed(self._arrived.tensors)]
             self._skipped = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
             self._incoming = {id(placeholder): number for number, placeholder in enumerate(placeholders)}
-            self._remember(placeholders)
+            self._previous = [(placeholder, _version(placeholder)) for placeholder in placeholders]
         layer: Any = self.chain.layers[index]
         for number, hook in (*layer._forward_pre_hooks.items(), *layer._forward_hooks.items()):
             with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
@@ -310,35 +310,32 @@ class LayerInterception:
         map_only(Slot, place, self._arrived.structure)
         return placed
 
-    def _remember(self, tensors: Sequence[Tensor]) -> None:
-        self._previous = [(tensor, _version(tensor)) for tensor in tensors]
-
     def _check(self, index: int, given: Sequence[Tensor]) -> None:
         """Raises PipelineError unless this layer is due, and takes the output of the layer before it."""
-        name, previous = self.chain.layer_name, self._next
+        names, previous = self._names, self._next
         is_reentrant = self._with_grad and not torch.is_grad_enabled() and _runs_in_checkpoint()
         if is_reentrant or not self._running:
             within = "within torch.utils.checkpoint, which would call it again in backward"
             where = within if self._running else "outside of the step, as torch.utils.checkpoint does in backward"
             raise PipelineError(
-                f"layer {name(index)} is called {where}: leave the checkpoint around the layers out, and pass "
+                f"layer {names[index]} is called {where}: leave the checkpoint around the layers out, and pass "
                 "activation_checkpointing=True to the strategy"
             )
         if is_transformed(given):
             raise PipelineError(
-                f"layer {name(index)} is called within a transform of torch.func (vmap, grad, jvp, ...), or with a "
+                f"layer {names[index]} is called within a transform of torch.func (vmap, grad, jvp, ...), or with a "
                 "forward-mode derivative, and a pipeline cannot transform what other stages compute: transform within "
                 "one layer, or before or after the layers; or use ring_ddp"
             )
         if index != previous:
-            is_past_chain = previous == len(self.chain)  # on the last stage only
+            is_past_chain = previous == len(self._names)  # on the last stage only
             if index == 0 and is_past_chain:
                 raise PipelineError(
                     f"the step runs the split part {self.chain.name!r} twice, and a pipeline can run it once a step: "
                     "keep the result of the first call, or split another part with module="
                 )
             raise PipelineError(
-                f"the step calls {name(index)} where {'no further layer' if is_past_chain else name(previous)} was "
+                f"the step calls {names[index]} where {'no further layer' if is_past_chain else names[previous]} was "
                 f"due: the layers of {self.chain.name!r} must run one after the other, each once; name another part "
                 "with module="
             )
@@ -346,13 +343,14 @@ class LayerInterception:
         used = [(tensor, version) for tensor, version in self._previous if id(tensor) in ids]
         if index and not used:
             raise PipelineError(
-                f"the input of layer {name(index)} is not the output of layer {name(index - 1)}: something is computed "
-                f"between the two, such as a residual x + layer(x), and would be lost between stages; {_OTHER_WAYS}"
+                f"the input of layer {names[index]} is not the output of layer {names[index - 1]}: something is "
+                "computed between the two, such as a residual x + layer(x), and would be lost between stages; "
+                f"{_OTHER_WAYS}"
             )
         if any(_version(tensor) != version for tensor, version in used):
             raise PipelineError(
-                f"the output of layer {name(index - 1)} is changed in place before layer {name(index)} takes it, which "
-                f"would be lost between stages; {_OTHER_WAYS}"
+                f"the output of layer {names[index - 1]} is changed in place before layer {names[index]} takes it, "
+                f"which would be lost between stages; {_OTHER_WAYS}"
             )
 
 

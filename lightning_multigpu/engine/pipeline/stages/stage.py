@@ -206,18 +206,12 @@ class Stage:
             self._headers_out[key] = header
             self._group.send_object(header, self._following)
         elif header != self._headers_out[key]:
-            before = self._headers_out[key]
-            if [tensor[:2] for tensor in header.tensors] == [tensor[:2] for tensor in before.tensors]:
-                raise ValueError(
-                    f"stage {self.index} sends an output that {'' if header.tensors[0][2] else 'no longer '}requires a "
-                    "gradient, unlike in an earlier micro-batch: unfreeze and freeze layers before the step, in "
-                    "on_train_epoch_start or on_train_batch_start"
-                )
             raise ValueError(
-                f"stage {self.index} sends {header.tensors}, and for an earlier micro-batch of the same shapes it sent "
-                f"{before.tensors}: shapes of activations have to follow from those of the batch. If the epoch, the "
-                "step or a random number decides, as where the cut of a sequence grows, cut in on_after_batch_transfer "
-                "or in the loader, so that every stage sees the shape; shapes that depend on values cannot be pipelined"
+                f"stage {self.index} sends {header.tensors} (shape, dtype, requires_grad), and for an earlier "
+                f"micro-batch of the same shapes it sent {self._headers_out[key].tensors}: shapes of activations have "
+                "to follow from those of the batch. If the epoch or a random number decides, cut in "
+                "on_after_batch_transfer; freeze and unfreeze layers before a step, in on_train_epoch_start or "
+                "on_train_batch_start"
             )
         tensors = [tensor.detach().contiguous() for tensor in output.tensors]
         self._messages.send(Message("forward", self.index, micro_batch), tensors, self._following)

@@ -67,7 +67,7 @@ class PipelineGroup(PointToPointGroup):
     ) -> None:
         super().__init__(process_group, meter, device, name="pipeline")
         self.in_batches = device.type != "cpu" if in_batches is None else in_batches
-        self._sending: list[Transfer] = []
+        self.sending: list[Transfer] = []  # until the next pass begins: the rank does not know when they really end
         self._idle_since: Any = None
 
     def pass_ends(self) -> None:
@@ -77,16 +77,12 @@ class PipelineGroup(PointToPointGroup):
 
     def pass_begins(self) -> None:
         """Ends the wait since the last pass; messages sent after that pass count as sent."""
-        for transfer in self._sending:
+        for transfer in self.sending:
             transfer.finish()
-        self._sending.clear()
+        self.sending.clear()
         since, self._idle_since = self._idle_since, None
         if since is not None:
             self._meter.waited(since)
-
-    def sends_until_next_pass(self, transfer: Transfer) -> None:
-        """Lets a schedule's transfer last until the next pass begins; the rank does not know when it really ends."""
-        self._sending.append(transfer)
 
     def send_activations(self, activations: Activations, position: int) -> None:
         """Sends a layer's output with its header; returns at once."""
@@ -227,7 +223,7 @@ class ScheduledMessages:
     def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> None:
         self._recorder.enter("send", self._stage, message.micro_batch)
         for tensor in tensors:
-            self._group.sends_until_next_pass(self._group.begin("send", tensor.nbytes, awaited=False))
+            self._group.sending.append(self._group.begin("send", tensor.nbytes, awaited=False))
         self._outgoing[message] = self._operations(dist.isend, tensors, position)
 
     def outgoing(self, message: Message) -> list[dist.P2POp]:
