@@ -109,7 +109,7 @@ class HierarchicalAllReduce:
         between = compressed or ring
         begin: Callable[..., Any] = ring.begin if compressed is None else partial(compressed.begin, key=key)
         if inside is None:
-            return Plan(SentBytes(between.sent_bytes(tensor), 0), lambda: begin(tensor, average=average).finish)
+            return Plan(SentBytes(between.sent_bytes(tensor), 0), lambda: begin(tensor, average=average))
         flat = tensor.detach().view(-1)
         bounds = chunk_bounds(flat.numel(), inside.world_size)
         start, end = bounds[inside.rank]
@@ -117,7 +117,7 @@ class HierarchicalAllReduce:
         def reduce() -> None:
             shard = inside.reduce_scatter(flat, average=average, bounds=bounds)
             if shard.numel():
-                begin(shard, average=average).finish()
+                begin(shard, average=average)()
             inside.all_gather(flat, bounds=bounds)
 
         # Memory: its values of the others' shards, and the sums of its own shard.

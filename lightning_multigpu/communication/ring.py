@@ -21,7 +21,7 @@ Parallel and Distributed Computing 69 (2009), section 4.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -143,20 +143,20 @@ class RingAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
             RuntimeError: a neighbour has ended, or the group's timeout has passed.
         """
-        return self.begin(tensor, average=average).finish()
+        return self.begin(tensor, average=average)()
 
-    def begin(self, tensor: Tensor, *, average: bool = False) -> PendingRing:
-        """As a call, but returns when the first segments are being sent; ``finish()`` of the result does the rest.
+    def begin(self, tensor: Tensor, *, average: bool = False) -> Callable[[], Tensor]:
+        """As a call, but returns when the first segments are being sent; the result does the rest.
 
         One more tensor may begin before the earlier one is finished, so that the network is not idle between the two.
         Tensors must be finished in the order in which they began.
         """
         check_reducible(tensor, "the ring", average=average)
         self._tag = 1 - self._tag
-        return PendingRing(self, tensor, average, self._tag)
+        return _PendingRing(self, tensor, average, self._tag).finish
 
 
-class PendingRing:
+class _PendingRing:
     """A tensor that is being reduced."""
 
     def __init__(self, ring: RingAllReduce, tensor: Tensor, average: bool, tag: int) -> None:

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu._lightning_internals import EndOfRun
-from lightning_multigpu.communication.rank_ranges import ranks_text
+from lightning_multigpu.communication.digest import ranks_text
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.job.guardian import Failure, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of

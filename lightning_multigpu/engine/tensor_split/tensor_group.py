@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.digest import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.placeholder import Placeholder
