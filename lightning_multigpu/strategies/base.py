@@ -53,7 +53,7 @@ from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
-from lightning_multigpu.strategies.steps.dry_run import ShareProof, check_takes_batch
+from lightning_multigpu.strategies.steps.dry_run import check_shares, check_takes_batch
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
@@ -170,7 +170,8 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self._start_method: StartMethod = start_method
         self.check_replicas_every = check_replicas_every_n_steps
         self.steps = UserSteps(self.feed, activation_checkpointing)
-        self.share_proof = ShareProof(self, verify_steps)
+        self._shares_compared = verify_steps  # batches of each fit, and those that are left of this one
+        self._shares_left = 0
         self.saves = RunCheckpoints(self)
         self.owned = OwnedOptimizers()
         self._undo = ExitStack()  # of a run
@@ -209,7 +210,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         return {
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
-            "verify_steps": self.share_proof.num_steps,
+            "verify_steps": self._shares_compared,
             "check_replicas_every_n_steps": self.check_replicas_every,
             "activation_checkpointing": self.steps.recomputed,
         }
@@ -417,7 +418,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         module, is_fit = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if self.data_parallel_size > 1 and is_fit:
             check_embeddings(module)
-        if is_fit and (self.tensor_parallel_size > 1 or self.share_proof.num_steps):
+        if is_fit and (self.tensor_parallel_size > 1 or self._shares_compared):
             check_takes_batch(module)
         if not is_overridden("configure_model", module):  # it makes the layers later
             if is_fit:
@@ -477,7 +478,13 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self.steps.choose_layers(trainer)
-        self.share_proof.begin_fit()
+        self._shares_left = self._shares_compared
+        if self._shares_left and not self._module.automatic_optimization:
+            self._shares_left = 0
+            rank_zero_warn(
+                f"verify_steps={self._shares_compared} has no effect in manual optimization, where only the step knows "
+                "its losses"
+            )
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
@@ -739,7 +746,9 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.share_proof.begin_step(*args, *kwargs.values())
+        if self._shares_left:
+            self._shares_left -= 1
+            check_shares(self, *args, *kwargs.values())
         if self.buffers is not None:
             self.buffers.before_step(accumulates=self._accumulates)
         data_rank = None if self._model_parallel_size > 1 else self.data_parallel_rank

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_multigpu.strategies.steps.dry_run import ShareProof
+from lightning_multigpu.engine.parity import PartsCheck
 from tests.strategies.pipeline.test_coupled_losses import CLASSES, REFUSED, MixedUp, ZeroGate
 from tests.strategies.pipeline.test_kept_state import Plain
 from tests.strategies.tasks import Case, dataset, make_strategy, make_trainer
@@ -53,7 +53,8 @@ def train_shares(module: Callable[[], Any], strategy: str = "ring_ddp", **option
     task = module()
     torch.manual_seed(4)
     trainer = make_trainer(Case(max_epochs=1), make_strategy(strategy, **options), 2)
-    with warnings.catch_warnings(record=True) as caught:
+    compared = mock.patch.object(PartsCheck, "find", autospec=True, side_effect=PartsCheck.find)
+    with warnings.catch_warnings(record=True) as caught, compared as find:
         warnings.simplefilter("always")
         trainer.fit(task, DataLoader(dataset(40), batch_size=8))
     trainer.strategy.meter.flush()
@@ -61,6 +62,7 @@ def train_shares(module: Callable[[], Any], strategy: str = "ring_ddp", **option
         "state": {name: value.tolist() for name, value in task.state_dict().items()},
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
         "calls": getattr(task, "calls", 0),
+        "compared": find.call_count,
         "sent": [(t.operation, t.size_bytes) for step in trainer.strategy.meter.steps for t in step.operations],
         "warned": [str(each.message) for each in caught if "verify_steps" in str(each.message)],
     }
@@ -85,19 +87,9 @@ def test_ranks_that_share_a_coupled_batch_are_refused_if_that_is_asked_for(
 def test_the_check_of_shares_leaves_no_trace(strategy: str, world2: World) -> None:
     expected = world2.run(train_shares, Quiet, strategy)
     options = {"find_unused_parameters": True} if strategy == "ring_ddp" else {}
-    assert world2.run(train_shares, Quiet, strategy, verify_steps=2, **options) == expected
+    found = world2.run(train_shares, Quiet, strategy, verify_steps=2, **options)
+    assert found == [{**each, "compared": 2} for each in expected]
     assert expected[0]["calls"] == 3
-
-
-def test_so_many_batches_of_each_fit_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Any] = []
-    monkeypatch.setattr(ShareProof, "_find", lambda self, batch: (compared.append(batch) or "", ""))
-    proof = ShareProof(SimpleNamespace(_module=SimpleNamespace(automatic_optimization=True)), 2)  # type: ignore[arg-type]
-    for batches in ("abc", "de"):
-        proof.begin_fit()
-        for batch in batches:
-            proof.begin_step(batch)
-    assert "".join(compared) == "abde"
 
 
 def test_where_shares_cannot_be_checked_a_warning_says_so(world2: World) -> None:

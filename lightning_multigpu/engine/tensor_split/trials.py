@@ -19,8 +19,8 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.metering.traffic import sent_share
 from lightning_multigpu.engine.errors import error_of_users
-from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.step_state import without_gradients
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import user_line, whole

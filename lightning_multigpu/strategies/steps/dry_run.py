@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.parity import Cause, PartsCheck, Rounding, rounding_of
+from lightning_multigpu.engine.parity import CAUSES, PartsCheck, Rounding, rounding_of
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state, seed_of, set_random_state
 
@@ -98,58 +98,28 @@ def rounding(module: pl.LightningModule, device: torch.device, *further: torch.d
     return rounding_of({*dtypes, *further, *half}, device)
 
 
-class ShareProof:
+def check_shares(strategy: MultiGPUStrategy, batch: Any, *others: Any) -> None:
     """Compares the gradients of two halves of each rank's batch with those of the batch; see :class:`.PartsCheck`.
 
-    ``num_steps`` batches of a fit are compared, each before it trains.
+    A collective, called with the arguments of ``training_step`` before it.
+
+    Raises:
+        ValueError: on all ranks, the gradients do not add up.
     """
+    module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
 
-    def __init__(self, strategy: MultiGPUStrategy, num_steps: int) -> None:
-        self._strategy, self.num_steps = strategy, num_steps
-        self._left = 0
+    def run(part: Any, weight: float) -> None:
+        set_random_state(seed_of(0, strategy.global_rank), strategy.root_device)
+        loss = unlogged_loss(plugin, module, partial(module.training_step, cloned(part), *others))
+        if loss is not None:
+            (loss * (weight * scale)).backward()
 
-    def begin_fit(self) -> None:
-        """Compares the next batches again."""
-        self._left = self.num_steps
-
-    def begin_step(self, batch: Any, *others: Any) -> None:
-        """Called with the arguments of ``training_step`` before it; while batches are compared, a collective.
-
-        Raises:
-            ValueError: on all ranks, the gradients do not add up.
-        """
-        if not self._left:
-            return
-        self._left -= 1
-        option = f"verify_steps={self.num_steps}"
-        if not self._strategy._module.automatic_optimization:
-            self._left = 0
-            rank_zero_warn(f"{option} has no effect in manual optimization, where only the step knows its losses")
-            return
-        cause, found = self._find(batch, *others)
-        if cause == "coupled":
-            raise ValueError(
-                f"training_step couples the samples of a batch: {found}. Each rank has a share of the global batch, "
-                "so that training follows other gradients than one device's. A contrastive loss over all ranks gathers "
-                "their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in the loader's "
-                "collate_fn. verify_steps=0 accepts the difference, and is needed after all_gather too"
-            )
-        if found:
-            rank_zero_info(f"{option}: {found}.")
-
-    def _find(self, batch: Any, *others: Any) -> tuple[Cause, str]:
-        strategy = self._strategy
-        module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
-
-        def run(part: Any, weight: float, seed: int) -> Any:
-            set_random_state(seed_of(seed, strategy.global_rank), strategy.root_device)
-            loss = unlogged_loss(plugin, module, partial(module.training_step, cloned(part), *others))
-            if loss is not None:
-                (loss * (weight * scale)).backward()
-            return loss
-
-        reduction, rtol = strategy.feed.loss_reduction, rounding(module, strategy.root_device).gradients
-        gather = strategy.gather_objects
-        check = PartsCheck(module, run, partial(without_trace, module), reduction, rtol, gather=gather)
-        with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
-            return check.find(batch, 2)
+    reduction, rtol = strategy.feed.loss_reduction, rounding(module, strategy.root_device).gradients
+    traceless = partial(without_trace, module)
+    check = PartsCheck(module, run, traceless, reduction, rtol, gather=strategy.gather_objects)
+    with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
+        cause, found = check.find(batch, 2)
+    if cause == "coupled":
+        raise ValueError(CAUSES["shares"].format(found=found))
+    if found:
+        rank_zero_info(f"verify_steps: {found}.")

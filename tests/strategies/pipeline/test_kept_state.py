@@ -217,9 +217,9 @@ ONE, TWO = {"num_micro_batches": 1}, {"num_micro_batches": 2}
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (CountsBatches, ONE, "the second step .* changes self.n, .*on_train_batch_end.outputs"),
-        (AveragesInABuffer, ONE, "the second step .* changes self.average, "),
-        (KeepsHiddenStates, ONE, "the (first|second) step .* changes self.hidden, "),
+        (CountsBatches, ONE, "step 2 .* changes self.n, .*on_train_batch_end.outputs"),
+        (AveragesInABuffer, ONE, "step 2 .* changes self.average, "),
+        (KeepsHiddenStates, ONE, "step [12] .* changes self.hidden, "),
         (Recurrent, TWO, r"changes self.layers.0.hidden, .*num_micro_batches=2.*Pass num_micro_batches=1"),
         (Recurrent, {**ONE, "activation_checkpointing": True}, "under activation_checkpointing run ag"),
         (CountsFirst, TWO, r"changes self.n by itself.*on_train_batch_start"),
