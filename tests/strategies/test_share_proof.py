@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_multigpu.engine.parity import PartsCheck
+from lightning_multigpu.strategies.steps import dry_run
 from tests.strategies.pipeline.test_coupled_losses import CLASSES, REFUSED, MixedUp, ZeroGate
 from tests.strategies.pipeline.test_kept_state import Plain
 from tests.strategies.tasks import Case, dataset, make_strategy, make_trainer
@@ -53,7 +53,7 @@ def train_shares(module: Callable[[], Any], strategy: str = "ring_ddp", **option
     task = module()
     torch.manual_seed(4)
     trainer = make_trainer(Case(max_epochs=1), make_strategy(strategy, **options), 2)
-    compared = mock.patch.object(PartsCheck, "find", autospec=True, side_effect=PartsCheck.find)
+    compared = mock.patch.object(dry_run, "coupling", side_effect=dry_run.coupling)
     with warnings.catch_warnings(record=True) as caught, compared as find:
         warnings.simplefilter("always")
         trainer.fit(task, DataLoader(dataset(40), batch_size=8))

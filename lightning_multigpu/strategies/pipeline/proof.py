@@ -1,13 +1,17 @@
 """Proof that a pipeline's first steps equal those of one device, and the causes where they do not.
 
 Before the first step, two steps on the first batch run twice: on the last stage's rank, which has the whole module
-meanwhile, and on the stages. Their gradients must be equal. The second step shows what a step keeps for the next one.
-Where a batch is cut into micro-batches, two of these must give what both together give (:class:`.PartsCheck`), and the
-losses of all of them must add up to that of the batch.
+meanwhile, and on the stages. Their gradients must be equal. The second step shows what a step keeps for the next one,
+and what weights that begin as zeros or as equals hide: noise moves them. Where a batch is cut into micro-batches, these
+must give the same in turn as each by itself, two of them what both together give (:func:`.coupling`), and all losses
+must add up to that of the batch.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,16 +25,17 @@ from lightning_multigpu.engine.micro_batches import cloned, disagreement, signat
 from lightning_multigpu.engine.parity import (
     CAUSES,
     Gradients,
-    PartsCheck,
     are_finite,
+    coupling,
     difference,
     lack_of_memory,
-    moved_weights,
+    outcome,
+    outcomes_differ,
+    preserved_weights,
     take_gradients,
 )
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.stages.layer_interception import LayerInterception
-from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import (
     is_users,
@@ -51,6 +56,10 @@ _RANDOM_LOSSES = (
     "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws random "
     "numbers in evaluation mode too, or does not return a loss there"
 )
+_STATEFUL = (
+    "The module keeps values that each part of a batch changes and the next one trains with (as spectral norm, "
+    "codebooks and queues do). One device changes them once a batch, and trains a little differently"
+)
 
 
 class Proof:
@@ -68,7 +77,8 @@ class Proof:
         self._module, self.line, self._kept = self._model.module, "", ""
         self._parts = split_batch(batch.whole, len(batch.parts))  # again: a step may change lists in its micro-batch
         self._kinds = [signature_of(part) for part in self._parts]
-        self._rtol = rounding(self._module, self._model.device).gradients
+        self._num_steps, self._rtol = pipeline.options.verify_steps, rounding(self._module, self._model.device)
+        self._traceless = partial(preserved_state, self._module)
         self._expected: list[Gradients] = []
         self._trains = True
         self._seed: tuple[int, ...] = ()
@@ -90,8 +100,8 @@ class Proof:
         is_gpu = model.device.type == "cuda"
         with without_trace(self._module), model.meter.unrecorded():
             lack = lack_of_memory(what, 2 * total, model.device) if is_gpu else ""
-            # Gradients of both ways, and values to restore; and here the two of the device.
-            lack = lack or lack_of_memory(what, (4 if is_gpu else 6) * total, torch.device("cpu"))
+            # Gradients of three ways, and values to restore twice; and here the two of the device.
+            lack = lack or lack_of_memory(what, (5 if is_gpu else 7) * total, torch.device("cpu"))
             self.line = model.group.from_last(lack and f"{_NOT_PROVED}: {lack}")
             if not self.line:
                 with model.ownership.whole_at_last():
@@ -109,45 +119,71 @@ class Proof:
 
     def _compute(self) -> str:
         """Computes the gradients of the steps; returns how micro-batches do not give what the batch gives."""
-        pipeline, batch, cause, error = self._pipeline, self._batch, "", ""
-        if len(self._parts) > 1:
+        pipeline, module, count, error = self._pipeline, self._module, len(self._parts), ""
+        if count > 1:
 
             def run(part: Any, weight: float) -> None:
-                self._run(part, (pipeline.seed, 5), weight * batch.multiplier)
+                self._run(part, (pipeline.seed, 5), weight * self._batch.multiplier)
 
-            traceless = partial(preserved_state, self._module)
-            check = PartsCheck(self._module, run, traceless, pipeline.loss_reduction, self._rtol, in_turn=True)
-            cause, found = check.find(batch.whole, len(self._parts))
-            error = "" if cause == "kept" else self._check_losses()
-            self.line = self.line or found
-        with moved_weights(dict(self._module.named_parameters())):
+            reduction = pipeline.loss_reduction
+            found, self.line = coupling(
+                module, self._batch.whole, count, run, self._traceless, loss_reduction=reduction, rtol=self._rtol
+            )
+            error = self._check_losses() or (CAUSES["coupled"].format(found=found) if found else "")
+        changed: dict[str, Any] = {}
+        keeps: set[str] = set()
+        with preserved_weights(module) as move:
             if pipeline.tensor_axis is not None:  # whose ranks draw random numbers of their own for parts of tensors
-                with preserved_state(self._module):
-                    self._trains = not difference(self._step(0), self._step(-1), self._rtol)
-            before = self._marks()
-            self._expected = [self._step(number) for number in range(pipeline.options.verify_steps)]
-            changed = [name for name, found in self._marks().items() if before.get(name) != found]
+                one, other = (outcome(module, self._runs(number), self._traceless) for number in (0, -1))
+                self._trains = not outcomes_differ(one, other, self._rtol)
+            for number in range(self._num_steps):
+                if number == 1:
+                    move()
+                keeps.add(self._keeps(number) if count > 1 else "")
+                before = self._marks()
+                for each in self._runs(number):
+                    each()
+                self._expected.append(take_gradients(module))
+                changed |= {name: None for name, found in self._marks().items() if before.get(name) != found}
         self._kept = ", ".join(changed) or "a value in an object that is no module, such as a generator"
         if not are_finite(*self._expected):
             self.line = f"{_NOT_PROVED}: gradients of the first batch are not finite"
-        elif cause in CAUSES and not error:
-            return CAUSES[cause].format(found=found, kept=found or self._kept, parts=pipeline.num_micro_batches)
+            return ""
+        if "state" in keeps or ("buffers" in keeps and error):
+            return CAUSES["kept"].format(kept=self._kept, parts=pipeline.num_micro_batches)
+        self.line = self.line or (_STATEFUL if "buffers" in keeps else "")
         return error
 
-    def _step(self, number: int) -> Gradients:
-        """The gradients of a step on the whole module, with the random numbers of the stages."""
-        if not self._trains:
-            self._module.eval()
-        parts: Any = range(len(self._parts))
-        if number == 0:  # the stages run the first micro-batch of each shape before all others
-            parts = sorted(parts, key=lambda part: self._kinds.index(self._kinds[part]) != part)
-        for part in parts:
-            self._run(self._parts[part], (self._pipeline.seed, 3, number, part), self._batch.scales[part])
-        return take_gradients(self._module)
+    def _runs(self, number: int) -> list[Callable[[], Any]]:
+        """The micro-batches of a step on the whole module, with the order and the random numbers of the stages."""
+        order: Any = range(len(self._parts))
+        if number == 0:  # the first micro-batch of each shape runs before all others
+            order = sorted(order, key=lambda n: self._kinds.index(self._kinds[n]) != n)
+        seed, scales = self._pipeline.seed, self._batch.scales
+        return [partial(self._run, self._parts[n], (seed, 3, number, n), scales[n]) for n in order]
+
+    def _keeps(self, number: int) -> str:
+        """In what a micro-batch of a step finds what another one has left: in "buffers" alone, or in other "state"."""
+        runs, module = self._runs(number), self._module
+
+        def in_turn(resets: bool) -> None:
+            buffers = [buffer.clone() for buffer in module.buffers()]
+            for run in runs:
+                for buffer, value in zip(module.buffers(), buffers if resets else (), strict=False):
+                    buffer.copy_(value)
+                run()
+
+        apart, rtol = outcome(module, runs, self._traceless), self._rtol / 10
+        for found, resets in (("", False), ("buffers", True)):
+            if not outcomes_differ(outcome(module, [partial(in_turn, resets)], self._traceless), apart, rtol):
+                return found
+        return "state"
 
     def _run(self, part: Any, seed: tuple[int, ...], scale: float = 0.0) -> Any:
         """The loss of a part; with a ``scale``, the factor of the loss, it adds to the gradients."""
         self._seed = seed
+        if not self._trains:
+            self._module.eval()
         step = partial(self._pipeline.loss_of, cloned(part), self._batch.others)
         with self._layers.installed():
             loss = self._layers.run((0, len(self._model.chain)), step, None)[1]
@@ -162,26 +198,21 @@ class Proof:
         its parts, and BatchNorm's statistics of a part differ from those of the batch, as documented.
         """
 
-        def losses_of(attempt: int) -> list[Tensor]:
+        def losses_of(attempt: int) -> list[float]:
             found = []
             for part in (self._batch.whole, *self._parts):
-                with preserved_state(self._module), torch.no_grad():
+                with self._traceless(), preserved_values(self._module.parameters()), torch.no_grad():
                     self._module.eval()
-                    found.append(self._run(part, (self._pipeline.seed, 2, attempt)).cpu())
+                    found.append(float(self._run(part, (self._pipeline.seed, 2, attempt))))
             return found
 
-        try:
-            with preserved_values(self._module.parameters()):
-                losses = losses_of(0)
-                rtol = rounding(self._module, self._model.device, *(loss.dtype for loss in losses)).losses
-                weights, reduction = self._batch.weights, self._pipeline.loss_reduction
-                error = disagreement([*map(float, losses)], self._parts, weights, reduction, rtol)
-                if error is None or not losses[0].isfinite():
-                    return ""
-                if repr(losses) == repr(losses_of(1)):  # to the bit, NaN too
-                    return error
-        except Exception:  # whatever the user's code raises: a step may work in training mode only
-            pass
+        with suppress(Exception):  # whatever the user's code raises: a step may work in training mode only
+            losses, (weights, reduction) = losses_of(0), (self._batch.weights, self._pipeline.loss_reduction)
+            error = disagreement(losses, self._parts, weights, reduction, self._rtol / 10)
+            if error is None or not math.isfinite(losses[0]):
+                return ""
+            if repr(losses) == repr(losses_of(1)):  # to the bit, NaN too
+                return error
         self.line = _RANDOM_LOSSES
         return ""
 
@@ -207,43 +238,42 @@ class Proof:
         """
         if self.line.startswith(_NOT_PROVED):
             return
-        model, pipeline, error = self._model, self._pipeline, ""
+        model, pipeline, module, error = self._model, self._pipeline, self._module, ""
         axis, stages = pipeline.tensor_axis, pipeline.options.num_stages_of_rank
-        held = {n: p for n, p in self._module.named_parameters() if not isinstance(p, Placeholder)}
         runner = pipeline.new_runner(Recorder(model.meter, model.device))
-        moved = moved_weights(held, rank=0 if axis is None else axis.group.rank)
-        with without_trace(self._module), model.meter.unrecorded(), moved:
-            for step in range(pipeline.options.verify_steps):
-                found = self._of_stages(runner, step)
-                differs = difference(found, self._expected[step], self._rtol) if model.is_last else ""
+
+        def run(part: int) -> Any:
+            with without_differentiation():
+                return pipeline.loss_of(cloned(self._parts[part]), self._batch.others)
+
+        weights = preserved_weights(module, rank=0 if axis is None else axis.group.rank)
+        with without_trace(module), model.meter.unrecorded(), weights as move:
+            if not self._trains:
+                module.eval()
+            for number in range(self._num_steps):
+                if number == 1:
+                    move()
+                runner.train(run, self._kinds, self._batch.scales, (pipeline.seed, 3, number))
+                pipeline.clipping.sums.sum_gradients(model.ownership.common())
+                found = self._gathered()
+                differs = difference(found, self._expected[number], self._rtol) if model.is_last else ""
                 if differs and not error:
-                    cause = "looped" if step and stages > 1 else "again" if pipeline.recompute else "stages"
+                    cause = "looped" if number and stages > 1 else "again" if pipeline.recompute else "stages"
                     cause = CAUSES[cause].format(kept=self._kept, stages=stages)
                     cause = cause if axis is None else f"{CAUSES['split']}. Or: {cause}"
-                    error = (
-                        "training would follow other gradients than one device's: in a dry run of step "
-                        f"{step + 1} those of {differs}. {cause}"
-                    )
+                    where = f"in a dry run of step {number + 1}"
+                    error = f"training would follow other gradients than one device's: {where} {differs}. {cause}"
             error = model.group.from_last(error)
         model.group.finish()
         if error:
             raise PipelineError(error)
 
-    def _of_stages(self, runner: PipelineRunner, step: int) -> Gradients:
-        """On the last stage all gradients of a step, in host memory; a collective. They travel as weights do."""
-        pipeline, model = self._pipeline, self._model
-        self._module.train(self._module.training and self._trains)
-
-        def run(number: int) -> Any:
-            with without_differentiation():
-                return pipeline.loss_of(cloned(self._parts[number]), self._batch.others)
-
-        runner.train(run, self._kinds, self._batch.scales, (pipeline.seed, 3, step))
-        pipeline.clipping.sums.sum_gradients(model.ownership.common())
-        model.group.finish()
+    def _gathered(self) -> Gradients:
+        """On the last stage the gradients of all, in host memory; a collective. They travel as weights do."""
+        self._model.group.finish()
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        own = {n: torch.zeros_like(p.data) for n, p in trained.items() if not isinstance(p, Placeholder)}
-        return pipeline.whole_weights({**trained, **own, **take_gradients(self._module)}, streams=False)
+        zeros = {n: torch.zeros_like(p.data) for n, p in trained.items() if not isinstance(p, Placeholder)}
+        return self._pipeline.whole_weights({**trained, **zeros, **take_gradients(self._module)}, streams=False)
 
 
 def form_of(loss: Tensor) -> set[tuple[int, str, str]]:

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.parity import CAUSES, PartsCheck, Rounding, rounding_of
+from lightning_multigpu.engine.parity import CAUSES, coupling, rounding_of
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state, seed_of, set_random_state
 
@@ -91,35 +91,35 @@ def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def rounding(module: pl.LightningModule, device: torch.device, *further: torch.dtype) -> Rounding:
-    """What rounding explains of computations of the module under the Trainer's precision, and in further dtypes."""
+def rounding(module: pl.LightningModule, device: torch.device) -> float:
+    """What rounding explains of gradients of the module under the Trainer's precision; see :func:`.rounding_of`."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     half = {torch.bfloat16} if "16" in module.trainer.precision or "transformer" in module.trainer.precision else set()
-    return rounding_of({*dtypes, *further, *half}, device)
+    return rounding_of({*dtypes, *half}, device)
 
 
 def check_shares(strategy: MultiGPUStrategy, batch: Any, *others: Any) -> None:
-    """Compares the gradients of two halves of each rank's batch with those of the batch; see :class:`.PartsCheck`.
+    """Compares the gradients of two halves of each rank's batch with those of the batch; see :func:`.coupling`.
 
     A collective, called with the arguments of ``training_step`` before it.
 
     Raises:
         ValueError: on all ranks, the gradients do not add up.
     """
-    module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
+    module, device, scale = strategy._module, strategy.root_device, strategy._loss_scaler_scale()
 
     def run(part: Any, weight: float) -> None:
-        set_random_state(seed_of(0, strategy.global_rank), strategy.root_device)
-        loss = unlogged_loss(plugin, module, partial(module.training_step, cloned(part), *others))
+        set_random_state(seed_of(0, strategy.global_rank), device)
+        step = partial(module.training_step, cloned(part), *others)
+        loss = unlogged_loss(strategy.precision_plugin, module, step)
         if loss is not None:
             (loss * (weight * scale)).backward()
 
-    reduction, rtol = strategy.feed.loss_reduction, rounding(module, strategy.root_device).gradients
-    traceless = partial(without_trace, module)
-    check = PartsCheck(module, run, traceless, reduction, rtol, gather=strategy.gather_objects)
     with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
-        cause, found = check.find(batch, 2)
-    if cause == "coupled":
-        raise ValueError(CAUSES["shares"].format(found=found))
+        reduction, rtol, gather = strategy.feed.loss_reduction, rounding(module, device), strategy.gather_objects
+        traceless = partial(without_trace, module)
+        found, untold = coupling(module, batch, 2, run, traceless, loss_reduction=reduction, rtol=rtol, gather=gather)
     if found:
-        rank_zero_info(f"verify_steps: {found}.")
+        raise ValueError(CAUSES["shares"].format(found=found))
+    if untold:
+        rank_zero_info(f"verify_steps: {untold}.")

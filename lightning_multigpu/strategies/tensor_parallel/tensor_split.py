@@ -251,7 +251,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                     optimizes_manually=not module.automatic_optimization,
                 ),
                 self.optimizers,
-                rtol=rounding(module, self.root_device).gradients if self._verify_steps else None,
+                rtol=rounding(module, self.root_device) if self._verify_steps else None,
             )
         self._split_plan = plan
         rank_zero_info(summary(plan))

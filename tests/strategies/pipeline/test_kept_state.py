@@ -320,7 +320,7 @@ def test_layers_that_set_themselves_up_took_the_first_micro_batch(way: str, worl
 
 def test_what_steps_change_by_themselves_has_to_be_the_same_for_parts_of_a_batch(world2: World) -> None:
     """An average of weights moved once a micro-batch; a limit under ``no_grad`` ended with autograd's raw text."""
-    words = "the step changes mean by itself.*on_train_batch_start"
+    words = "the step changes self.mean by itself.*on_train_batch_start"
     world2.run_raising(ValueError, words, fitted, Follows, case=CASE, num_micro_batches=2)
     words = "is changed in place by the step, as where it limits .*and 3 micro-batches .*num_micro_batches=1"
     world2.run_raising(PipelineError, words, fitted, LimitsWeights, case=CASE, num_micro_batches=4)
