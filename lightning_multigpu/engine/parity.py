@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import psutil
 import torch
@@ -46,7 +46,6 @@ from lightning_multigpu.planning.numbers import size
 if TYPE_CHECKING:
     from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 
-    Traceless = Callable[[], AbstractContextManager[None]]
 
 _SMALLEST = 1e-3
 """A gradient smaller than this part of the largest one counts as this large: it may be only rounding."""
@@ -84,6 +83,14 @@ Gradients = dict[str, Tensor]
 Outcome = tuple[Gradients, Gradients]
 """Gradients, and the changes of parameters that steps make by themselves."""
 Gather = Callable[[Any], list[Any]]
+Traceless = Callable[[], AbstractContextManager[None]]
+Cause = Literal["", "coupled", "kept", "buffers", "untold"]
+
+_UNTOLD = "Whether the gradients of parts of a batch add up to those of the batch cannot be told"
+_BUFFERS = (
+    "The module keeps values that each part of a batch changes and the next one trains with (as spectral norm, "
+    "codebooks and queues do). One device changes them once a batch, and trains a little differently"
+)
 
 
 def rounding_of(dtypes: Iterable[torch.dtype], device: torch.device) -> float:
@@ -184,12 +191,18 @@ def take_gradients(module: Module) -> Gradients:
 # Parts of a batch, and the batch
 
 
-def outcome(module: Module, runs: Iterable[Callable[[], Any]], traceless: Traceless) -> Outcome:
-    """What runs of steps give together, each from the state in which it finds the module; they leave no trace."""
+def outcome(
+    module: Module, turns: Iterable[Iterable[Callable[[], Any]]], traceless: Traceless, *, resets: bool = False
+) -> Outcome:
+    """What runs of steps give together, in turns from the same state; with ``resets`` each run finds the same buffers."""
     parameters, changes = dict(module.named_parameters()), Gradients()
-    for run in runs:
+    for turn in turns:
         with traceless(), preserved_values(parameters.values()) as before:
-            run()
+            buffers = [buffer.clone() for buffer in module.buffers()] if resets else []
+            for run in turn:
+                for buffer, value in zip(module.buffers(), buffers, strict=False):
+                    buffer.copy_(value)
+                run()
             found = zip(parameters, map(_change, parameters.values(), before), strict=True)
             changes |= {name: change for name, change in found if change is not None}
     return take_gradients(module), changes
@@ -214,9 +227,10 @@ def coupling(
     *,
     loss_reduction: LossReduction,
     rtol: float,
+    in_turn: bool = False,
     gather: Gather = _alone,
-) -> tuple[str, str]:
-    """How samples take part in each other's gradients, or why that cannot be told; a collective of the ranks.
+) -> tuple[Cause, str]:
+    """How samples take part in each other's gradients; a collective of the ranks, which may have different parameters.
 
     With a and b the samples of two parts, and f the gradients of samples, f(ab) + f(ba) = f(aa) + f(bb) if no sample
     takes part in another one's gradients. All four have equal shapes, so that they draw the same random numbers.
@@ -224,33 +238,48 @@ def coupling(
     evaluation mode meanwhile: their differences are known.
 
     Args:
-        module: ranks may have different parameters.
         num_parts: of the batch, of which the two with the largest weights are compared.
         run: ``run(part, weight)`` runs forward and backward of a copy of a part, whose loss is multiplied by its
             weight, from the same random state each time, and adds to the gradients. May be a collective.
         traceless: a block that restores the module and random states at its end.
+        in_turn: the strategy trains parts of a batch in turn, so that one may find what another one has kept.
+
+    Returns:
+        "coupled" or "kept", and how gradients differ; or "untold" or "buffers", where one finds what another one has
+        kept in buffers alone, and a line for the user.
     """
     pair: list[list[int]] = []
     if 2 <= num_parts <= (count := leading_size(batch) or 0):
         weights = weights_of(split_batch(batch, num_parts), loss_reduction)
         samples = [part.tolist() for part in torch.arange(count).tensor_split(num_parts)]
         pair = [samples[n] for n in sorted(range(num_parts), key=lambda n: -weights[n])[:2] if weights[n]]
-    untold = "Whether the gradients of parts of a batch add up to those of the batch cannot be told: "
     if not all(gather(len(pair) == 2)):
-        return "", f"{untold}a batch cannot be cut into two parts that count"
+        return "untold", f"{_UNTOLD}: a batch cannot be cut into two parts that count"
     a, b = (part[: min(map(len, pair))] for part in pair)
     parts = [samples_of(batch, each) for each in (a + a, b + b, a + b, b + a)]
-    runs = [partial(run, *each) for each in zip(parts, weights_of(parts, loss_reduction), strict=True)]
+    aa, bb, ab, ba = (partial(run, *each) for each in zip(parts, weights_of(parts, loss_reduction), strict=True))
+    in_buffers = False
     with traceless(), preserved_weights(module) as move:
-        move()
         for layer in module.modules():
             if isinstance(layer, _BatchNorm | _DropoutNd):
                 layer.eval()
-        alike, mixed = outcome(module, runs[:2], traceless), outcome(module, runs[2:], traceless)
-    if not are_finite(alike[0], mixed[0], gather=gather):
-        return "", f"{untold}they are not finite"
-    found = outcomes_differ(mixed, alike, rtol, gather)
-    return found and f"the gradients of two groups of samples do not add up to those of both together: {found}", ""
+        # Two weights that begin as equals have an average that does not change; one that begins at 0 may be set up.
+        for moves in (False, True)[not in_turn :]:
+            if moves:
+                move()
+            alike = outcome(module, [[aa], [bb]], traceless)
+            if not are_finite(alike[0], gather=gather):
+                return "untold", f"{_UNTOLD}: gradients are not finite"
+            for resets in (False, True)[: 1 + in_turn]:
+                mixed = outcome(module, [[ab, ba]] if in_turn else [[ab], [ba]], traceless, resets=resets)
+                if not (found := outcomes_differ(mixed, alike, rtol, gather)):
+                    in_buffers |= resets
+                    break
+            else:
+                is_kept = in_turn and outcomes_differ(outcome(module, [[aa, bb]], traceless), alike, rtol)
+                how = "the gradients of two groups of samples do not add up to those of both together"
+                return "kept" if is_kept else "coupled", f"{how}: {found}"
+    return ("buffers", _BUFFERS) if in_buffers else ("", "")
 
 
 # Split layers, and whole ones

@@ -56,10 +56,6 @@ _RANDOM_LOSSES = (
     "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws random "
     "numbers in evaluation mode too, or does not return a loss there"
 )
-_STATEFUL = (
-    "The module keeps values that each part of a batch changes and the next one trains with (as spectral norm, "
-    "codebooks and queues do). One device changes them once a batch, and trains a little differently"
-)
 
 
 class Proof:
@@ -119,39 +115,36 @@ class Proof:
 
     def _compute(self) -> str:
         """Computes the gradients of the steps; returns how micro-batches do not give what the batch gives."""
-        pipeline, module, count, error = self._pipeline, self._module, len(self._parts), ""
-        if count > 1:
+        pipeline, module, cause, found, error = self._pipeline, self._module, "", "", ""
+        if len(self._parts) > 1:
 
             def run(part: Any, weight: float) -> None:
                 self._run(part, (pipeline.seed, 5), weight * self._batch.multiplier)
 
-            reduction = pipeline.loss_reduction
-            found, self.line = coupling(
-                module, self._batch.whole, count, run, self._traceless, loss_reduction=reduction, rtol=self._rtol
+            reduction, parts = pipeline.loss_reduction, (self._batch.whole, len(self._parts))
+            cause, found = coupling(
+                module, *parts, run, self._traceless, loss_reduction=reduction, rtol=self._rtol, in_turn=True
             )
-            error = self._check_losses() or (CAUSES["coupled"].format(found=found) if found else "")
+            error = "" if cause == "kept" else self._check_losses()
         changed: dict[str, Any] = {}
-        keeps: set[str] = set()
         with preserved_weights(module) as move:
             if pipeline.tensor_axis is not None:  # whose ranks draw random numbers of their own for parts of tensors
-                one, other = (outcome(module, self._runs(number), self._traceless) for number in (0, -1))
+                one, other = (outcome(module, [self._runs(number)], self._traceless) for number in (0, -1))
                 self._trains = not outcomes_differ(one, other, self._rtol)
             for number in range(self._num_steps):
                 if number == 1:
                     move()
-                keeps.add(self._keeps(number) if count > 1 else "")
                 before = self._marks()
                 for each in self._runs(number):
                     each()
                 self._expected.append(take_gradients(module))
-                changed |= {name: None for name, found in self._marks().items() if before.get(name) != found}
+                changed |= {name: None for name, mark in self._marks().items() if before.get(name) != mark}
         self._kept = ", ".join(changed) or "a value in an object that is no module, such as a generator"
         if not are_finite(*self._expected):
             self.line = f"{_NOT_PROVED}: gradients of the first batch are not finite"
-            return ""
-        if "state" in keeps or ("buffers" in keeps and error):
-            return CAUSES["kept"].format(kept=self._kept, parts=pipeline.num_micro_batches)
-        self.line = self.line or (_STATEFUL if "buffers" in keeps else "")
+        elif cause in CAUSES and not error:
+            return CAUSES[cause].format(found=found, kept=self._kept, parts=pipeline.num_micro_batches)
+        self.line = self.line or found
         return error
 
     def _runs(self, number: int) -> list[Callable[[], Any]]:
@@ -161,23 +154,6 @@ class Proof:
             order = sorted(order, key=lambda n: self._kinds.index(self._kinds[n]) != n)
         seed, scales = self._pipeline.seed, self._batch.scales
         return [partial(self._run, self._parts[n], (seed, 3, number, n), scales[n]) for n in order]
-
-    def _keeps(self, number: int) -> str:
-        """In what a micro-batch of a step finds what another one has left: in "buffers" alone, or in other "state"."""
-        runs, module = self._runs(number), self._module
-
-        def in_turn(resets: bool) -> None:
-            buffers = [buffer.clone() for buffer in module.buffers()]
-            for run in runs:
-                for buffer, value in zip(module.buffers(), buffers if resets else (), strict=False):
-                    buffer.copy_(value)
-                run()
-
-        apart, rtol = outcome(module, runs, self._traceless), self._rtol / 10
-        for found, resets in (("", False), ("buffers", True)):
-            if not outcomes_differ(outcome(module, [partial(in_turn, resets)], self._traceless), apart, rtol):
-                return found
-        return "state"
 
     def _run(self, part: Any, seed: tuple[int, ...], scale: float = 0.0) -> Any:
         """The loss of a part; with a ``scale``, the factor of the loss, it adds to the gradients."""

@@ -118,8 +118,8 @@ def check_shares(strategy: MultiGPUStrategy, batch: Any, *others: Any) -> None:
     with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
         reduction, rtol, gather = strategy.feed.loss_reduction, rounding(module, device), strategy.gather_objects
         traceless = partial(without_trace, module)
-        found, untold = coupling(module, batch, 2, run, traceless, loss_reduction=reduction, rtol=rtol, gather=gather)
-    if found:
+        cause, found = coupling(module, batch, 2, run, traceless, loss_reduction=reduction, rtol=rtol, gather=gather)
+    if cause == "coupled":
         raise ValueError(CAUSES["shares"].format(found=found))
-    if untold:
-        rank_zero_info(f"verify_steps: {untold}.")
+    if found:
+        rank_zero_info(f"verify_steps: {found}.")
