@@ -19,10 +19,10 @@ import inspect
 import math
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import psutil
 import torch
@@ -41,18 +41,12 @@ from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import preserved_values, torch_random_states, without_gradients
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import local
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.numbers import size
 
-if TYPE_CHECKING:
-    from lightning_multigpu.engine.tensor_split.trials import TracelessStep
-
-
-_SMALLEST = 1e-3
-"""A gradient smaller than this part of the largest one counts as this large: it may be only rounding."""
-_SHIFT = 1e-2
-"""Weights are moved by this part of their size: a weight that starts at zero, as in a gate, hides its factor."""
-_FACTOR = 1e4
-"""Of the values and gradients of every second parameter of an optimizer that is tried."""
+_SMALLEST = 1e-3  # a gradient smaller than this part of the largest one counts as this large: it may be only rounding
+_SHIFT = 1e-2  # weights are moved by this part of their size: one that starts at zero, as in a gate, hides its factor
+_FACTOR = 1e4  # of the values and gradients of every second parameter of an optimizer that is tried
 
 _ONCE = (
     "change it in on_train_batch_start or on_train_batch_end(outputs, batch, batch_idx), which every stage calls once "
@@ -60,29 +54,26 @@ _ONCE = (
 )
 _COUPLES = "training_step couples the samples of a batch, as a contrastive loss or a balanced router does: {found}. "
 CAUSES = {
-    "stages": "The step changes {kept}, which other stages do not get, or only as it was. Let a layer return it with "
-    f"its output, as in x, own = layer(x, own), and the later layers pass it on; what one layer uses can stay; {_ONCE}",
-    "looped": "The step changes {kept}, and ranks with {stages} stages run the beginning of a step as often: "
-    f"{_ONCE}; or use schedule='1f1b'",
-    "again": "The step or a layer changes {kept}, and layers under activation_checkpointing run again in backward, "
-    f"after the change: leave out those that keep values, or {_ONCE}",
+    "stages": "The step changes {kept}, which other stages do not get, or find as changed already where a rank has "
+    "several stages (use schedule='1f1b') or runs layers again (leave them out of activation_checkpointing). Let a "
+    f"layer return it with its output, as in x, own = layer(x, own), and the later layers pass it on; or {_ONCE}",
     "kept": "the step changes {kept} by itself, and with num_micro_batches={parts} a micro-batch finds what another "
     "one has left: hidden states, a layer that sets itself up (ActNorm, scales of a quantised layer), an average of "
     f"weights. Pass num_micro_batches=1; set the layer up before the fit, by a whole batch; or {_ONCE}",
     "coupled": f"{_COUPLES}Micro-batches would train other gradients than one device. Pass num_micro_batches=1; mix "
     "samples in on_after_batch_transfer, which gets whole batches; or accept the difference by verify_steps=0",
     "shares": f"{_COUPLES}Each rank has a share of the global batch, and would train other gradients than one device. "
-    "Gather embeddings with self.all_gather(embeddings, sync_grads=True), and pass verify_steps=0 then; mix samples in "
-    "the loader's collate_fn; or accept the difference by verify_steps=0",
+    "Mix samples in the loader's collate_fn; accept the difference by verify_steps=0; or gather all ranks' embeddings "
+    "with self.all_gather(embeddings, sync_grads=True), and pass verify_steps=0 then",
     "split": "A layer or a function computes something else on a part of a tensor, in code that torch's functions do "
     "not show. Keep such layers whole, by plan={'*.first': 'column', '*.second': 'row'} without them, or use "
     "strategy='ring_ddp'; verify_steps=0 trains all the same",
 }
 
 Gradients = dict[str, Tensor]
-Outcome = tuple[Gradients, Gradients]
-"""Gradients, and the changes of parameters that steps make by themselves."""
+Outcome = tuple[Gradients, Gradients]  # gradients, and the changes of parameters that steps make by themselves
 Gather = Callable[[Any], list[Any]]
+Turn = Sequence[Callable[[], Any]]
 Traceless = Callable[[], AbstractContextManager[None]]
 Cause = Literal["", "coupled", "kept", "buffers", "untold"]
 
@@ -94,10 +85,9 @@ _BUFFERS = (
 
 
 def rounding_of(dtypes: Iterable[torch.dtype], device: torch.device) -> float:
-    """The relative difference of gradients that rounding explains; the coarsest type decides.
+    """The relative difference of gradients that rounding explains, ten times that of losses; the coarsest type decides.
 
-    In float64 too, models compute norms, softmax and losses in float32; on a GPU float32 may pass through TF32, which
-    has ten bits of mantissa. A tenth explains differences of losses, and of the same computation done again.
+    In float64 too, models compute norms, softmax and losses in float32; a GPU may compute float32 in TF32, of ten bits.
     """
     known = {torch.float64: 1e-5, torch.float32: 1e-2 if device.type == "cuda" else 1e-4}
     return max((known.get(dtype, 1e-1) for dtype in dtypes), default=0.0)
@@ -191,10 +181,8 @@ def take_gradients(module: Module) -> Gradients:
 # Parts of a batch, and the batch
 
 
-def outcome(
-    module: Module, turns: Iterable[Iterable[Callable[[], Any]]], traceless: Traceless, *, resets: bool = False
-) -> Outcome:
-    """What runs of steps give together, in turns from the same state; with ``resets`` each run finds the same buffers."""
+def outcome(module: Module, turns: Iterable[Turn], traceless: Traceless, *, resets: bool = False) -> Outcome:
+    """What steps give, in turns that begin with the same state; with ``resets`` each step finds the same buffers."""
     parameters, changes = dict(module.named_parameters()), Gradients()
     for turn in turns:
         with traceless(), preserved_values(parameters.values()) as before:
@@ -232,21 +220,20 @@ def coupling(
 ) -> tuple[Cause, str]:
     """How samples take part in each other's gradients; a collective of the ranks, which may have different parameters.
 
-    With a and b the samples of two parts, and f the gradients of samples, f(ab) + f(ba) = f(aa) + f(bb) if no sample
-    takes part in another one's gradients. All four have equal shapes, so that they draw the same random numbers.
-    Losses need not show a coupling, as with the balancing loss of a router. BatchNorm and dropout layers are in
-    evaluation mode meanwhile: their differences are known.
+    With a and b the samples of two of ``num_parts`` parts, and f the gradients of samples, f(ab) + f(ba) = f(aa) +
+    f(bb) if no sample takes part in another one's gradients. All four have equal shapes, so that they draw the same
+    random numbers. Losses need not show a coupling, as with the balancing loss of a router. BatchNorm and dropout
+    layers are in evaluation mode meanwhile: their differences are known.
 
     Args:
-        num_parts: of the batch, of which the two with the largest weights are compared.
-        run: ``run(part, weight)`` runs forward and backward of a copy of a part, whose loss is multiplied by its
-            weight, from the same random state each time, and adds to the gradients. May be a collective.
+        run: ``run(part, weight)`` adds to the gradients those of a copy of a part, whose loss is multiplied by its
+            weight, from the same random state each time. May be a collective.
         traceless: a block that restores the module and random states at its end.
-        in_turn: the strategy trains parts of a batch in turn, so that one may find what another one has kept.
+        in_turn: the strategy trains parts in turn, so that one may find what another one has kept.
 
     Returns:
-        "coupled" or "kept", and how gradients differ; or "untold" or "buffers", where one finds what another one has
-        kept in buffers alone, and a line for the user.
+        "coupled" or "kept", and how gradients differ; or "untold", or "buffers" for what is kept in buffers alone, and
+        a line for the user.
     """
     pair: list[list[int]] = []
     if 2 <= num_parts <= (count := leading_size(batch) or 0):

@@ -183,9 +183,9 @@ class Proof:
             return found
 
         with suppress(Exception):  # whatever the user's code raises: a step may work in training mode only
-            losses, (weights, reduction) = losses_of(0), (self._batch.weights, self._pipeline.loss_reduction)
-            error = disagreement(losses, self._parts, weights, reduction, self._rtol / 10)
-            if error is None or not math.isfinite(losses[0]):
+            losses = losses_of(0)
+            error = disagreement(losses, self._parts, self._pipeline.loss_reduction, self._rtol / 10)
+            if not error or not math.isfinite(losses[0]):
                 return ""
             if repr(losses) == repr(losses_of(1)):  # to the bit, NaN too
                 return error
@@ -215,7 +215,7 @@ class Proof:
         if self.line.startswith(_NOT_PROVED):
             return
         model, pipeline, module, error = self._model, self._pipeline, self._module, ""
-        axis, stages = pipeline.tensor_axis, pipeline.options.num_stages_of_rank
+        axis = pipeline.tensor_axis
         runner = pipeline.new_runner(Recorder(model.meter, model.device))
 
         def run(part: int) -> Any:
@@ -234,11 +234,10 @@ class Proof:
                 found = self._gathered()
                 differs = difference(found, self._expected[number], self._rtol) if model.is_last else ""
                 if differs and not error:
-                    cause = "looped" if number and stages > 1 else "again" if pipeline.recompute else "stages"
-                    cause = CAUSES[cause].format(kept=self._kept, stages=stages)
+                    cause = CAUSES["stages"].format(kept=self._kept)
                     cause = cause if axis is None else f"{CAUSES['split']}. Or: {cause}"
-                    where = f"in a dry run of step {number + 1}"
-                    error = f"training would follow other gradients than one device's: {where} {differs}. {cause}"
+                    where = f"other gradients than one device's: in a dry run of step {number + 1} {differs}"
+                    error = f"training would follow {where}. {cause}"
             error = model.group.from_last(error)
         model.group.finish()
         if error:
@@ -253,10 +252,9 @@ class Proof:
 
 
 def form_of(loss: Tensor) -> set[tuple[int, str, str]]:
-    """The pairs of successive operations that have computed ``loss``, with their distances from it.
+    """The pairs of successive operations that have computed ``loss``, of 2000 at most, with their distances from it.
 
-    Distances of 8 and more count as 8, so that loops of varying length make few forms. The graph is followed to the
-    leaves and to the stage's inputs, over at most 2000 operations.
+    Distances of 8 and more count as 8, so that loops of varying length make few forms.
     """
     form: set[tuple[int, str, str]] = set()
     distances: dict[Any, int] = {loss.grad_fn: 0}
