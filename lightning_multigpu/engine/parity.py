@@ -212,9 +212,9 @@ def coupling(
     num_parts: int,
     run: Callable[[Any, float], Any],
     traceless: Traceless,
-    *,
     loss_reduction: LossReduction,
     rtol: float,
+    *,
     in_turn: bool = False,
     gather: Gather = _alone,
 ) -> tuple[Cause, str]:

@@ -479,12 +479,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self.steps.choose_layers(trainer)
         self._shares_left = self._shares_compared
-        if self._shares_left and not self._module.automatic_optimization:
-            self._shares_left = 0
-            rank_zero_warn(
-                f"verify_steps={self._shares_compared} has no effect in manual optimization, where only the step knows "
-                "its losses"
-            )
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""

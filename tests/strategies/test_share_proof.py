@@ -95,5 +95,5 @@ def test_the_check_of_shares_leaves_no_trace(strategy: str, world2: World) -> No
 def test_where_shares_cannot_be_checked_a_warning_says_so(world2: World) -> None:
     warned, _ = world2.run(train_shares, ByHand, verify_steps=1)
     assert warned["warned"] == [
-        "verify_steps=1 has no effect in manual optimization, where only the step knows its losses"
+        "verify_steps has no effect in manual optimization, where only the step knows its losses"
     ]

@@ -59,13 +59,13 @@ class Preparation:
         if kind in self._prepared:
             return
         proof = Proof(self._pipeline, batch) if self._options.verify_steps > 0 and batch.counts else None
-        is_whole = proof is not None and self._tensor_axis is not None and not self._is_split
-        if proof is not None and is_whole:  # afterwards no rank has whole layers
+        splits = self._tensor_axis is not None and not self._is_split  # after that no rank has whole layers
+        if proof is not None and splits:
             proof.compute()
         if not self._is_split:
             self._is_split = True
             self._split(batch)
-        if proof is not None and is_whole:
+        if proof is not None and splits:
             self._compare(proof)
         elif proof is not None:
             self.prove(batch)

@@ -117,14 +117,9 @@ class Proof:
         """Computes the gradients of the steps; returns how micro-batches do not give what the batch gives."""
         pipeline, module, cause, found, error = self._pipeline, self._module, "", "", ""
         if len(self._parts) > 1:
-
-            def run(part: Any, weight: float) -> None:
-                self._run(part, (pipeline.seed, 5), weight * self._batch.multiplier)
-
-            reduction, parts = pipeline.loss_reduction, (self._batch.whole, len(self._parts))
-            cause, found = coupling(
-                module, *parts, run, self._traceless, loss_reduction=reduction, rtol=self._rtol, in_turn=True
-            )
+            whole, run = self._batch.whole, partial(self._run, (pipeline.seed, 5))
+            given = self._traceless, pipeline.loss_reduction, self._rtol
+            cause, found = coupling(module, whole, len(self._parts), run, *given, in_turn=True)
             error = "" if cause == "kept" else self._check_losses()
         changed: dict[str, Any] = {}
         with preserved_weights(module) as move:
@@ -152,19 +147,19 @@ class Proof:
         order: Any = range(len(self._parts))
         if number == 0:  # the first micro-batch of each shape runs before all others
             order = sorted(order, key=lambda n: self._kinds.index(self._kinds[n]) != n)
-        seed, scales = self._pipeline.seed, self._batch.scales
-        return [partial(self._run, self._parts[n], (seed, 3, number, n), scales[n]) for n in order]
+        seed, weights = self._pipeline.seed, self._batch.weights
+        return [partial(self._run, (seed, 3, number, n), self._parts[n], weights[n]) for n in order]
 
-    def _run(self, part: Any, seed: tuple[int, ...], scale: float = 0.0) -> Any:
-        """The loss of a part; with a ``scale``, the factor of the loss, it adds to the gradients."""
+    def _run(self, seed: tuple[int, ...], part: Any, weight: float = 0.0) -> Any:
+        """The loss of a part; with a ``weight``, the factor of the loss, it adds to the gradients."""
         self._seed = seed
         if not self._trains:
             self._module.eval()
         step = partial(self._pipeline.loss_of, cloned(part), self._batch.others)
         with self._layers.installed():
             loss = self._layers.run((0, len(self._model.chain)), step, None)[1]
-        if scale and isinstance(loss, Tensor):
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
+        if weight and isinstance(loss, Tensor):
+            (loss * (weight * self._batch.multiplier)).backward()  # type: ignore[no-untyped-call]
         return loss
 
     def _check_losses(self) -> str:
@@ -179,7 +174,7 @@ class Proof:
             for part in (self._batch.whole, *self._parts):
                 with self._traceless(), preserved_values(self._module.parameters()), torch.no_grad():
                     self._module.eval()
-                    found.append(float(self._run(part, (self._pipeline.seed, 2, attempt))))
+                    found.append(float(self._run((self._pipeline.seed, 2, attempt), part)))
             return found
 
         with suppress(Exception):  # whatever the user's code raises: a step may work in training mode only

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.parity import CAUSES, coupling, rounding_of
@@ -107,6 +107,9 @@ def check_shares(strategy: MultiGPUStrategy, batch: Any, *others: Any) -> None:
         ValueError: on all ranks, the gradients do not add up.
     """
     module, device, scale = strategy._module, strategy.root_device, strategy._loss_scaler_scale()
+    if not module.automatic_optimization:
+        rank_zero_warn("verify_steps has no effect in manual optimization, where only the step knows its losses")
+        return
 
     def run(part: Any, weight: float) -> None:
         set_random_state(seed_of(0, strategy.global_rank), device)
@@ -116,9 +119,8 @@ def check_shares(strategy: MultiGPUStrategy, batch: Any, *others: Any) -> None:
             (loss * (weight * scale)).backward()
 
     with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
-        reduction, rtol, gather = strategy.feed.loss_reduction, rounding(module, device), strategy.gather_objects
-        traceless = partial(without_trace, module)
-        cause, found = coupling(module, batch, 2, run, traceless, loss_reduction=reduction, rtol=rtol, gather=gather)
+        given = partial(without_trace, module), strategy.feed.loss_reduction, rounding(module, device)
+        cause, found = coupling(module, batch, 2, run, *given, gather=strategy.gather_objects)
     if cause == "coupled":
         raise ValueError(CAUSES["shares"].format(found=found))
     if found:
