@@ -289,7 +289,7 @@ def proved_split(step: TracelessStep, *, rtol: float) -> Iterator[str]:
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def gradients() -> Gradients:
-        with preserved_weights(module, rank=group.rank) as move, step.running():
+        with group.showing(parts=True), preserved_weights(module, rank=group.rank) as move, step.running():
             move()
             if not trains:
                 module.eval()

@@ -19,9 +19,9 @@ from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunE
 from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
 from lightning_multigpu.planning.pipelines.stage_costs import PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.rank_figures import ModelFigures, RankFigures
 from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.document import HeldMemory, Profile, ReportedWorld, RunDocument, TrainedModel
+from lightning_multigpu.report.rank_figures import ModelFigures, RankFigures
 from lightning_multigpu.report.schema import as_json
 from tests.commands.planned import LAYERS, MACHINE, Model, events
 from tests.report.profiles import report

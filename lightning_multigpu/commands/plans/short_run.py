@@ -110,7 +110,7 @@ def _train(subject: PlannedModule, num_ranks: int, connection: Connection) -> No
     os.dup2(nowhere, 2)
     is_whole = num_ranks == 1
     report = ProfilerReport(
-        wait=2, active=_ACTIVE, operators=False, activations=True, for_plan=is_whole,
+        wait=3, active=_ACTIVE, trace=False, activations=True, for_plan=is_whole,
         print_table=False, write_file=False,
     )  # fmt: skip
     report.pipeline_options = subject.pipeline_options

@@ -52,7 +52,7 @@ class GradientTransport:
     def options(self) -> dict[str, Any]:
         """The options about compression and shared memory, for reports."""
         return {
-            "compression": None if self.compressor is None else repr(self.compressor),
+            "compression": None if self.compressor is None else self.compressor.name,
             "shared_memory": self.shared_memory,
         }
 
@@ -117,8 +117,8 @@ class GradientTransport:
             between = ring if self.compressor is None else CompressedAllReduce(between_group, self.compressor)
         elif self.compressor is not None:
             warn(
-                f"compression={self.compressor!r} has no effect: all ranks are on one host, where they share memory. "
-                "shared_memory=False compresses there too, and sends all sums through sockets."
+                f"compression={self.compressor.name!r} has no effect: all ranks are on one host, where they share "
+                "memory. shared_memory=False compresses there too, and sends all sums through sockets."
             )
         all_reduce = HierarchicalAllReduce(inside, between)
         groups.also_cut.append(all_reduce.abort)

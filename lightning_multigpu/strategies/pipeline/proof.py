@@ -243,7 +243,7 @@ class Proof:
         self._model.group.finish()
         trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         zeros = {n: torch.zeros_like(p.data) for n, p in trained.items() if not isinstance(p, Placeholder)}
-        return self._pipeline.whole_weights({**trained, **zeros, **take_gradients(self._module)}, streams=False)
+        return self._model.whole_state_dict({**trained, **zeros, **take_gradients(self._module)}, streams=False)
 
 
 def form_of(loss: Tensor) -> set[tuple[int, str, str]]:

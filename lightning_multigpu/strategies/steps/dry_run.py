@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.parity import CAUSES, coupling, rounding_of
+from lightning_multigpu.engine.parity import CAUSES, Gather, coupling, rounding_of
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state, seed_of, set_random_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 
 def check_takes_batch(module: pl.LightningModule) -> None:
@@ -98,29 +97,38 @@ def rounding(module: pl.LightningModule, device: torch.device) -> float:
     return rounding_of({*dtypes, *half}, device)
 
 
-def check_shares(strategy: MultiGPUStrategy, batch: Any, *others: Any) -> None:
-    """Compares the gradients of two halves of each rank's batch with those of the batch; see :func:`.coupling`.
+def check_share(
+    module: pl.LightningModule,
+    batch: Any,
+    *others: Any,
+    reduction: LossReduction,
+    gather: Gather,
+    rank: int,
+    loss_scale: float,
+) -> None:
+    """Compares the gradients of two halves of a rank's batch with those of the batch; a collective.
 
-    A collective, called with the arguments of ``training_step`` before it.
+    See :func:`.coupling`. Gradients have to stay on their ranks meanwhile.
+
+    Args:
+        others: the further arguments of ``training_step``.
+        reduction: how the step reduces the losses of a batch.
+        gather: gathers an object of every rank, in rank order.
+        loss_scale: the factor of losses under the gradient scaler.
 
     Raises:
         ValueError: on all ranks, the gradients do not add up.
     """
-    module, device, scale = strategy._module, strategy.root_device, strategy._loss_scaler_scale()
-    if not module.automatic_optimization:
-        rank_zero_warn("verify_steps has no effect in manual optimization, where only the step knows its losses")
-        return
+    plugin, device = module.trainer.precision_plugin, module.device
 
     def run(part: Any, weight: float) -> None:
-        set_random_state(seed_of(0, strategy.global_rank), device)
-        step = partial(module.training_step, cloned(part), *others)
-        loss = unlogged_loss(strategy.precision_plugin, module, step)
+        set_random_state(seed_of(0, rank), device)
+        loss = unlogged_loss(plugin, module, partial(module.training_step, cloned(part), *others))
         if loss is not None:
-            (loss * (weight * scale)).backward()
+            (loss * (weight * loss_scale)).backward()
 
-    with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
-        given = partial(without_trace, module), strategy.feed.loss_reduction, rounding(module, device)
-        cause, found = coupling(module, batch, 2, run, *given, gather=strategy.gather_objects)
+    given = partial(without_trace, module), reduction, rounding(module, device)
+    cause, found = coupling(module, batch, 2, run, *given, gather=gather)
     if cause == "coupled":
         raise ValueError(CAUSES["shares"].format(found=found))
     if found:
