@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_multigpu.engine.errors import error_of_users
-from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.step_state import without_gradients
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import local, user_line, whole
