@@ -43,7 +43,6 @@ class RankFigures:
         trace: the file of torch's profiler with that step, on the rank's host.
         reads: functions that wait for values of tensors in a step.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
-        others: the share of the processors, or of its GPU, that other processes took; only on one device.
         model: parts of the model; only of ``ProfilerReport(for_plan=True)``.
     """
 
@@ -66,7 +65,6 @@ class RankFigures:
     trace: str | None = None
     reads: Sequence[ReadValues] = ()
     adding_s: float = 0.0
-    others: float | None = None
     model: ModelFigures | None = None
 
     @property
@@ -95,14 +93,12 @@ class ModelFigures:
 
     Attributes:
         samples: of the batch; 0 if they cannot be counted.
-        flops: multiplications and additions of a step.
         gradients: in the order in which they are ready; empty where the step runs backward by itself.
         chain: the layers that a pipeline can cut.
         refused: why there are no such layers.
     """
 
     samples: int
-    flops: float
     gradients: Sequence[ReadyGradient] = ()
     chain: ChainFigures | None = None
     refused: str = ""

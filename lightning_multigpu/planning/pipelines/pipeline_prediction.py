@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
@@ -94,17 +94,6 @@ class ChainFigures:
     recompute: Sequence[int] = ()
     balance: Any = "parameters"
     num_stages: int = 0
-
-    def times(self, factor: float) -> ChainFigures:
-        """The layers on a device that computes for ``factor`` times as long."""
-        slower = [
-            replace(
-                each, parts=[replace(p, forward_s=factor * p.forward_s, backward_s=factor * p.backward_s)
-                             for p in each.parts],
-            )
-            for each in self.measured
-        ]  # fmt: skip
-        return replace(self, measured=slower)
 
     def parts_of(self, samples: float) -> list[PartCost]:
         """The parts' costs for a micro-batch."""

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.machine import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.step_model import (
+    RATIOS,
     Candidate,
     ImpossibleError,
     Prediction,
@@ -116,7 +117,7 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
 
 
 def _remedies(model: ModelProfile, machine: Machine, first: Prediction) -> list[Remedy]:
-    """Larger batches, fewer and smaller messages, for a step of which communication is a part."""
+    """Larger batches, and fewer or smaller messages."""
     candidate, world = first.candidate, first.world
     options = dict(candidate.options)
     changes: list[tuple[str, ModelProfile, Candidate]] = [
@@ -130,20 +131,16 @@ def _remedies(model: ModelProfile, machine: Machine, first: Prediction) -> list[
     if candidate.strategy.startswith("ring_ddp"):
         changes += [
             (
-                f"With compression={coding.name!r}",
+                f"With compression={coding!r}",
                 model,
-                replace(candidate, options={**options, "compression": coding.name}),
+                replace(candidate, options={**options, "compression": coding}),
             )
-            for coding in machine.codings
+            for coding in RATIOS
             if world.nodes > 1 and "compression" not in options
         ]
         if "average_every" not in options:
             averaged = replace(candidate, options={**options, "average_every": 8})
             changes.append(("With average_every=8 (local SGD)", model, averaged))
-        half = model.gradient_bytes / 2**21
-        if half > 1 and world.nodes > 1:
-            fewer = replace(candidate, options={**options, "bucket_cap_mb": round(half, 1)})
-            changes.append((f"With bucket_cap_mb={half:.1f}, two messages a step", model, fewer))
     found = []
     for change, changed, its in changes:
         try:
