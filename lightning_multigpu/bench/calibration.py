@@ -21,7 +21,7 @@ import torch
 
 from lightning_multigpu.bench.collectives import collective_run
 from lightning_multigpu.bench.collectives.collective_run import CollectivePlan
-from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS, OWNERS
+from lightning_multigpu.bench.collectives.implementations import IMPLEMENTATIONS
 from lightning_multigpu.bench.collectives.operations import BY_NAME
 from lightning_multigpu.bench.jobs.host_agents import HostAgents
 from lightning_multigpu.bench.strategies import strategy_rank
@@ -35,11 +35,8 @@ from lightning_multigpu.planning.pipelines.stage_costs import PartCost
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
 from lightning_multigpu.planning.scaling.machine import (
     ALL_REDUCE,
-    FROM_OWNERS,
     MESSAGE,
-    OF_ACTIVATIONS,
     QUIET,
-    TO_OWNER,
     Link,
     Machine,
     MeasuredCollective,
@@ -109,14 +106,18 @@ def with_collectives(hosts: HostAgents, device_type: str, machine: Machine, worl
     if world.size == 1:
         return machine
     found = []
-    for operation, (name, called) in _implementations(device_type, world).items():
+    names = {
+        ALL_REDUCE: "nccl" if device_type == "cuda" else "shared_memory" if world.nodes == 1 else "hierarchy",
+        MESSAGE: "nccl" if device_type == "cuda" else "gloo",
+    }
+    for operation, name in names.items():
         points: list[Point] = []
         for sizes in (SIZES[:4], *([size] for size in SIZES[4:])):  # larger ones only where they do not take too long
             if points and sizes[-1] / points[-1].size_bytes * points[-1].seconds > _LONGEST_CALL_S:
                 break
             plan = CollectivePlan(
-                operations=[BY_NAME[called]],
-                implementations=[each for each in (*IMPLEMENTATIONS, OWNERS) if each.name == name],
+                operations=[BY_NAME[operation]],
+                implementations=[each for each in IMPLEMENTATIONS if each.name == name],
                 sizes=sizes,
                 device_type=device_type,
                 dtype=torch.float32,
@@ -132,19 +133,6 @@ def with_collectives(hosts: HostAgents, device_type: str, machine: Machine, worl
     link = next((each.link for each in found if each.operation == MESSAGE), None)
     ends = {} if link is None else {"inside" if world.nodes == 1 else "between": link}
     return replace(machine, collectives=[*others, *found], **ends)  # type: ignore[arg-type]
-
-
-def _implementations(device_type: str, world: World) -> dict[str, tuple[str, str]]:
-    """The operations to measure -> the implementation of the bench, and its operation."""
-    if device_type == "cuda":
-        return {ALL_REDUCE: ("nccl", "all_reduce"), MESSAGE: ("nccl", "send_recv")}
-    names = {
-        ALL_REDUCE: ("shared_memory" if world.nodes == 1 else "hierarchy", "all_reduce"),
-        MESSAGE: ("gloo", "send_recv"),
-        TO_OWNER: ("gloo", "reduce"),
-        FROM_OWNERS: ("owners", "all_gather"),
-    }
-    return names if world.nodes == 1 else {**names, OF_ACTIVATIONS: ("gloo", "all_reduce")}
 
 
 def with_references(hosts: HostAgents, device_type: str, machine: Machine, world: World) -> Machine:
@@ -185,7 +173,7 @@ def _mean_s(row: StrategyResult) -> float | None:
 
 def large_model(machine: Machine, world: World) -> tuple[int, int]:
     """Width and batch of the large model, whose transfers take a good part of its step."""
-    is_fast = _SOME_BYTES / machine.seconds(ALL_REDUCE, world, _SOME_BYTES) > _SLOW_BYTES_PER_S
+    is_fast = _SOME_BYTES / machine.all_reduce_s(world, _SOME_BYTES) > _SLOW_BYTES_PER_S
     if machine.device_type == "cuda":
         return 1024, 1024
     return (1024, 64) if is_fast else (512, 256)

@@ -162,8 +162,4 @@ def lines(machine: Machine) -> Iterator[str]:
         smallest, *_, largest = each.link.points
         shown = f"{1e6 * smallest.seconds:.0f}", f"{largest.size_bytes / largest.seconds / 1e9:.2f}"
         rows.append([each.operation, str(each.world), *shown])
-    yield from ("", *columns(rows, "left", "right"), "")
-    costs = sorted(machine.references, key=lambda row: (row.world, row.strategy))
-    rows = [["strategy", "hosts x devices", "fixed ms"]]
-    rows += [[cost.strategy, str(cost.world), f"{1e3 * cost.fixed_s:.2f}"] for cost in costs]
-    yield from (*columns(rows, "left", "right"), "")
+    yield from columns(rows, "left", "right")

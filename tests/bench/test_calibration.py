@@ -18,9 +18,7 @@ from lightning_multigpu.callbacks.other_processes import Usage
 from lightning_multigpu.commands.calibrate import this_machine
 from lightning_multigpu.planning.scaling.machine import (
     ALL_REDUCE,
-    FROM_OWNERS,
     MESSAGE,
-    TO_OWNER,
     Link,
     Machine,
     MeasuredCollective,
@@ -145,7 +143,7 @@ def test_collectives_of_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     with HostAgents(placement(2, 1), threads=1) as hosts:
         found = calibration.calibrated(hosts, "cpu", this_machine("cpu"))
     operations = {each.operation for each in found.collectives}
-    assert operations == {ALL_REDUCE, MESSAGE, TO_OWNER, FROM_OWNERS}
+    assert operations == {ALL_REDUCE, MESSAGE}
     assert {each.world for each in found.collectives} == {ONE_HOST}
     assert not found.shares_cores
     assert 0 <= found.disturbed["1 x 2"] <= 1

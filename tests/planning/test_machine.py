@@ -11,9 +11,7 @@ import pytest
 from lightning_multigpu.commands.calibrate import read
 from lightning_multigpu.planning.scaling.machine import (
     ALL_REDUCE,
-    FROM_OWNERS,
     MESSAGE,
-    OF_ACTIVATIONS,
     Link,
     Machine,
     MeasuredCollective,
@@ -98,24 +96,22 @@ def test_the_busiest_link_of_servers_decides() -> None:
 
 
 def test_a_measured_all_reduce_comes_before_the_formula() -> None:
-    assert MACHINE.seconds(ALL_REDUCE, World(1, 2), 1_000_000) == pytest.approx(3e-3)
-    assert MACHINE.seconds(OF_ACTIVATIONS, World(1, 2), 1_000_000) == pytest.approx(3e-3)
-    assert MACHINE.seconds(FROM_OWNERS, World(1, 2), 1_000_000) == pytest.approx(1.5e-3)
-    assert MACHINE.seconds(ALL_REDUCE, World(1, 1), 1_000_000) == 0
+    assert MACHINE.all_reduce_s(World(1, 2), 1_000_000) == pytest.approx(3e-3)
+    assert MACHINE.all_reduce_s(World(1, 1), 1_000_000) == 0
 
 
 def test_another_world_is_the_formula_as_far_off_as_the_nearest_measured() -> None:
     formula_2 = 2 * (1e-5 + 500_000 * 1e-9)
     formula_4 = 6 * (1e-5 + 250_000 * 1e-9)
-    assert MACHINE.seconds(ALL_REDUCE, World(1, 4), 1_000_000) == pytest.approx(formula_4 * 3e-3 / formula_2)
+    assert MACHINE.all_reduce_s(World(1, 4), 1_000_000) == pytest.approx(formula_4 * 3e-3 / formula_2)
 
 
 def test_hosts_need_a_link() -> None:
     alone = Machine(name="a laptop", device_type="cpu")
     with pytest.raises(ValueError, match="2 x 1 needs the link between hosts, which a laptop does not have"):
-        alone.seconds(ALL_REDUCE, World(2, 1), 1)
+        alone.all_reduce_s(World(2, 1), 1)
     faster = alone.with_link(8.0)
-    assert faster.seconds(ALL_REDUCE, World(2, 1), 1_000_000) == pytest.approx(2 * (20e-6 + 500_000 * 1e-9))
+    assert faster.all_reduce_s(World(2, 1), 1_000_000) == pytest.approx(2 * (20e-6 + 500_000 * 1e-9))
 
 
 def test_links_of_a_world_come_before_the_last_ones_measured() -> None:

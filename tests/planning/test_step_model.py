@@ -11,8 +11,6 @@ from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigur
 from lightning_multigpu.planning.pipelines.stage_costs import PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.machine import (
-    FROM_OWNERS,
-    TO_OWNER,
     Link,
     Machine,
     MeasuredCollective,
@@ -25,9 +23,9 @@ from lightning_multigpu.planning.scaling.ranking import ranked
 from lightning_multigpu.planning.scaling.step_model import (
     Candidate,
     ImpossibleError,
+    buckets_of,
     exposed,
     largest_shard,
-    messages_of,
     one_device,
     predict,
 )
@@ -70,7 +68,7 @@ def step(strategy: str, world: World = HOSTS, machine: Machine = MACHINE, accumu
 )
 def test_what_hides_of_two_gradients(transfer_s: float, bucket: int, exposed_s: float) -> None:
     """They are ready after 5 s and 10 s."""
-    buckets = messages_of("ring_ddp", [(1, 0.5), (1, 1.0)], bucket, 2)
+    buckets = buckets_of([(1, 0.5), (1, 1.0)], bucket)
     assert exposed([(share, transfer_s * size) for size, share in buckets], 10.0) == exposed_s
 
 
@@ -138,20 +136,6 @@ class TestDataParallel:
         assert found.memory == HeldBytes(2 * MIB, MIB, 2 * MIB)
         # A gradient takes a second to its owner; the first one hides, and the weights of 2 MiB follow.
         assert found.exposed_s == pytest.approx(3.0)
-
-    def test_transfers_of_owners_take_as_long_as_they_were_measured(self) -> None:
-        measured = [
-            MeasuredCollective(operation=operation, world=HOSTS, link=Link.straight(0.0, seconds / MIB))
-            for operation, seconds in ((TO_OWNER, 3.0), (FROM_OWNERS, 5.0))
-        ]
-        machine = replace(MACHINE, collectives=[*MACHINE.collectives, *measured])
-        # The first MiB is ready after 5 of 10 s and travels until 8, the second from 10 until 13; then 2 MiB come back.
-        assert step("ddp_sharded", machine=machine).exposed_s == pytest.approx(3.0 + 10.0)
-
-    def test_an_owner_gets_its_smallest_gradients_in_one_buffer(self) -> None:
-        gradients = [(3, 0.1), (9, 0.4), (1, 0.5), (3, 1.0)]
-        # Parameters 3, 1, 9, 3 go to ranks 0, 1, 1, 0. Rank 0 gets both of 3 at the end, rank 1 the 1 and then 9 alone.
-        assert messages_of("ddp_sharded", gradients, 8, 2) == [(9, 0.4), (1, 0.5), (6, 1.0)]
 
     def test_fairscale_gives_each_tensor_to_the_smallest_shard(self) -> None:
         assert largest_shard([5, 3, 3, 1], 2) == 6

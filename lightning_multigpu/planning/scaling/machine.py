@@ -29,10 +29,6 @@ from typing import Any, NamedTuple
 
 SCHEMA_VERSION = 2
 ALL_REDUCE, MESSAGE = "all_reduce", "send_recv"
-OF_ACTIVATIONS = "all_reduce of activations"
-"""Of layers that are split between hosts: the back end's, where gradients take the hierarchy's."""
-TO_OWNER, FROM_OWNERS = "gradients to an owner", "weights from owners"
-"""The reduce of a tensor to its owner, and the broadcasts of all owners at once, each of an equal part."""
 QUIET = 0.05
 """The share that other processes may take of a machine while it is measured; beyond, it is measured again."""
 
@@ -180,11 +176,8 @@ class Machine:
         machines = 1 if self.shares_cores else world.nodes
         return self.devices * machines if self.device_type == "cpu" else inf
 
-    def seconds(self, operation: str, world: World, size_bytes: float) -> float:
-        """Seconds of an operation of a world's ranks, such as :data:`ALL_REDUCE`, with tensors of ``size_bytes``.
-
-        One that was not measured between hosts, or not on one host, takes as long as an all-reduce of gradients does;
-        one of owners half as long.
+    def all_reduce_s(self, world: World, size_bytes: float) -> float:
+        """Seconds of an all-reduce: measured, or by the formula, corrected by the nearest measured.
 
         Raises:
             ValueError: the world has several hosts, and no link between hosts is known.
@@ -194,13 +187,10 @@ class Machine:
         alike = {
             each.world: each.link
             for each in self.collectives
-            if each.operation == operation and (each.world.nodes > 1) == (world.nodes > 1)
+            if each.operation == ALL_REDUCE and (each.world.nodes > 1) == (world.nodes > 1)
         }
         if world in alike:
             return alike[world].seconds(size_bytes)
-        if not alike and operation != ALL_REDUCE:
-            share = 0.5 if operation in (TO_OWNER, FROM_OWNERS) else 1.0
-            return share * self.seconds(ALL_REDUCE, world, size_bytes)
         formula_s = self._formula_s(world, size_bytes)
         if not alike:
             return formula_s

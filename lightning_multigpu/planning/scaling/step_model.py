@@ -25,15 +25,7 @@ from lightning_multigpu.planning.pipelines.schedule_order import (
     step_time,
 )
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
-from lightning_multigpu.planning.scaling.machine import (
-    ALL_REDUCE,
-    FROM_OWNERS,
-    OF_ACTIVATIONS,
-    TO_OWNER,
-    Machine,
-    World,
-    servers_s,
-)
+from lightning_multigpu.planning.scaling.machine import Machine, World, servers_s
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 
 ON_ONE_HOST_BYTES = 25 << 20
@@ -43,7 +35,7 @@ _UNCERTAINTY = 0.15
 """The uncertainty of a prediction where nothing varied: 8 of 10 errors of ``benchmarks.planner`` are smaller."""
 RATIOS = {"bf16": 2.0, "int8": 3.98}
 """Bytes of a gradient over those that are sent of it, by compression."""
-_SERVERS, _HALF, _COPIES = "servers", "half of an all_reduce", "copies to and from one device"
+_RING, _HALF, _SERVERS, _COPIES = "all_reduce", "half of it", "to servers and back", "to one device and back"
 
 
 class Row(NamedTuple):
@@ -65,8 +57,8 @@ class Row(NamedTuple):
 ROWS = {
     "one_device": Row(),
     "dp": Row(after=_COPIES, is_one_host=True),
-    "ring_ddp": Row(ALL_REDUCE),
-    "ddp_sharded": Row(TO_OWNER, FROM_OWNERS, (1 << 20, 1 << 20), "ranks"),
+    "ring_ddp": Row(_RING),
+    "ddp_sharded": Row(_HALF, _HALF, (1 << 20, 1 << 20), "ranks"),
     "cpu_ps": Row(_HALF, _HALF, updaters="ranks", is_one_host=True),
     "sync_ps": Row(_SERVERS, _SERVERS, (4 << 20, 1 << 20)),
     "async_ps": Row(_SERVERS, _SERVERS, (4 << 20, 1 << 20)),
@@ -272,17 +264,15 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     def seconds(operation: str, size_bytes: float) -> float:
         if operation == _COPIES:
             return 2 * (d - 1) * machine.link_inside(world).seconds(size_bytes)
-        if operation == _HALF:
-            return machine.seconds(ALL_REDUCE, world, size_bytes) / 2
         if operation == _SERVERS:  # which cut a large tensor into pieces of a bucket
             pieces, links = (
                 max(1.0, size_bytes / bucket_bytes),
                 (machine.link_inside(world), machine.link_between(world)),
             )
             return pieces * servers_s(world, size_bytes / pieces, servers, *links)
-        return machine.seconds(operation, world, size_bytes / ratio)
+        return machine.all_reduce_s(world, size_bytes / ratio) / (2 if operation == _HALF else 1)
 
-    messages = messages_of(name, model.gradients, bucket_bytes, world.size) if row.during and world.size > 1 else []
+    messages = buckets_of(model.gradients, bucket_bytes) if row.during and world.size > 1 else []
     # Weights come back from owners after backward; from servers those of the last bucket alone.
     last = min(size, bucket_bytes) if row.after == _SERVERS else size
     after_s = seconds(row.after, last) if row.after else 0.0
@@ -294,7 +284,7 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
         largest = largest_shard([each for each, _ in reversed(model.gradients)], world.size) / max(1.0, size)
         gradients, optimizer = (round(largest * each) for each in (held.gradients_bytes, held.optimizer_bytes))
         held = HeldBytes(held.parameters_bytes, gradients, optimizer)
-    elif row.during in (_HALF, _SERVERS):
+    elif row.updaters or row.during == _SERVERS:
         held = replace(held, optimizer_bytes=0)
     sent = {"host": 2 * (d - 1) * size if name == "dp" else size} if d > 1 else {}
     if n > 1:
@@ -316,7 +306,7 @@ def _tensor_split(model: ModelProfile, machine: Machine, candidate: Candidate, w
     return _prediction(
         model, machine, candidate, world, "tensor_split", model.phases_of(machine.crowd(world), part.phases),
         passes=k * len(sizes), tensors=0.0,
-        exposed_s=k * sum(machine.seconds(OF_ACTIVATIONS, world, size) for size in sizes),
+        exposed_s=k * sum(machine.all_reduce_s(world, size) for size in sizes),
         memory=part.held, activations_bytes=part.activations_bytes,
         sent_bytes={"network": 2 * (n - 1) / n * k * sum(sizes)} if n > 1 else {"host": k * sum(sizes)},
     )  # fmt: skip
@@ -379,33 +369,16 @@ def exposed(times: Sequence[tuple[float, float]], backward_s: float) -> float:
     return max(0.0, end_s - backward_s)
 
 
-def messages_of(
-    name: str, gradients: Sequence[tuple[int, float]], bucket_bytes: float, num_ranks: int
-) -> list[tuple[float, float]]:
-    """The bytes of each bucket, or message to an owner, and the share of backward after which it is full.
-
-    FairScale's ShardedDataParallel sends owners' smallest gradients in a buffer for each, when all of them are ready;
-    the others travel alone.
-    """
-    if name != "ddp_sharded":
-        buckets: list[tuple[float, float]] = []
-        filled = 0.0
-        for index, (size, share) in enumerate(gradients):
-            filled += size
-            if filled >= bucket_bytes or index == len(gradients) - 1:
-                buckets.append((filled, share))
-                filled = 0.0
-        return buckets
-    owners = _owners([size for size, _ in reversed(gradients)], num_ranks)[::-1]
-    alone: list[tuple[float, float]] = []
-    buffers = [(0.0, 0.0)] * num_ranks
-    for (size, share), owner in sorted(zip(gradients, owners, strict=True), key=lambda pair: pair[0][0]):
-        filled, ready = buffers[owner]
-        if filled + size <= bucket_bytes:
-            buffers[owner] = filled + size, max(ready, share)
-        else:
-            alone.append((size, share))
-    return sorted([*alone, *(each for each in buffers if each[0])], key=lambda message: message[1])
+def buckets_of(gradients: Sequence[tuple[int, float]], bucket_bytes: float) -> list[tuple[float, float]]:
+    """The bytes of each bucket, and the share of backward after which it is full."""
+    buckets: list[tuple[float, float]] = []
+    filled = 0.0
+    for index, (size, share) in enumerate(gradients):
+        filled += size
+        if filled >= bucket_bytes or index == len(gradients) - 1:
+            buckets.append((filled, share))
+            filled = 0.0
+    return buckets
 
 
 def compressed_name(name: str, compression: str) -> str:
@@ -414,17 +387,11 @@ def compressed_name(name: str, compression: str) -> str:
 
 
 def largest_shard(sizes: Sequence[int], num_ranks: int) -> int:
-    """The bytes of the largest of the shards that FairScale's OSS makes of tensors, in the order of the parameters."""
+    """The bytes of the largest shard of tensors, in the order of the parameters: each goes to the smallest so far.
+
+    FairScale's OSS makes these shards.
+    """
     shards = [0] * num_ranks
-    for size, owner in zip(sizes, _owners(sizes, num_ranks), strict=True):
-        shards[owner] += size
-    return max(shards)
-
-
-def _owners(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """The owner of each tensor: the rank with the least so far, as in FairScale's OSS."""
-    shards, owners = [0] * num_ranks, []
     for size in sizes:
-        owners.append(shards.index(min(shards)))
-        shards[owners[-1]] += size
-    return owners
+        shards[shards.index(min(shards))] += size
+    return max(shards)
