@@ -30,8 +30,7 @@ from lightning_multigpu.bench.strategies.models import BenchMLP, Subject
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
 from lightning_multigpu.bench.strategies.strategy_run import StrategyResult, StrategyRun, take_turns
 from lightning_multigpu.callbacks.other_processes import Usage, share_of_others, usage
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
 from lightning_multigpu.planning.scaling.machine import (
     ALL_REDUCE,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures
 
 
 @dataclass(frozen=True, kw_only=True)

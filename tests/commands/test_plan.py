@@ -16,8 +16,7 @@ import yaml
 from lightning_multigpu.cli import main
 from lightning_multigpu.commands.plans import measured_model
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, ShortRun, ShortRunError
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.rank_figures import ModelFigures, RankFigures
 from lightning_multigpu.registry import STRATEGIES

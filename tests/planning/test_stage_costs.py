@@ -14,7 +14,7 @@ from lightning_multigpu.planning.pipelines.stage_costs import PartCost, StageCos
 
 def costs(parts: list[PartCost], layers: list[int] | None = None, **options: Any) -> StageCosts:
     given = {"schedule": "gpipe", "num_ranks": 2, "stages_per_rank": 1, "num_micro_batches": 4, **options}
-    return StageCosts(parts, layers or [0] * (len(parts) - 2), **given)
+    return StageCosts(parts, [0, *(layers or [0] * (len(parts) - 2)), 0], **given)
 
 
 def timed(*seconds: float) -> list[PartCost]:
@@ -88,7 +88,7 @@ def test_a_rank_has_the_memory_of_all_its_stages() -> None:
 
 
 def test_parts_and_layers_must_fit() -> None:
-    with pytest.raises(ValueError, match="3 parts for 2 layers; pass 4"):
+    with pytest.raises(ValueError, match="3 parts, and bytes of 4; pass as many"):
         costs([PartCost()] * 3, [1, 1])
 
 

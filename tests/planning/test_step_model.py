@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.machine import (
     Link,

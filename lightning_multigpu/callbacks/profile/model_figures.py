@@ -19,8 +19,7 @@ from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
 from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.planning.rank_figures import ModelFigures, ReadyGradient
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_multigpu.planning.numbers import ms
 from lightning_multigpu.planning.scaling.machine import Machine, World
@@ -118,35 +120,21 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
 
 def _remedies(model: ModelProfile, machine: Machine, first: Prediction) -> list[Remedy]:
     """Larger batches, and fewer or smaller messages."""
-    candidate, world = first.candidate, first.world
-    options = dict(candidate.options)
-    changes: list[tuple[str, ModelProfile, Candidate]] = [
-        (f"With batches {_BATCH_FACTOR} times as large", model.with_batches(_BATCH_FACTOR), candidate),
-        (
-            f"With accumulate_grad_batches={_BATCH_FACTOR * candidate.accumulate}",
-            model,
-            replace(candidate, accumulate=_BATCH_FACTOR * candidate.accumulate),
-        ),
-    ]
+    candidate, world, factor = first.candidate, first.world, _BATCH_FACTOR
+    changes = {f"With batches {factor} times as large": (model.with_batches(factor), candidate)}
+    several = replace(candidate, accumulate=factor * candidate.accumulate)
+    changes[f"With accumulate_grad_batches={several.accumulate}"] = model, several
     if candidate.strategy.startswith("ring_ddp"):
-        changes += [
-            (
-                f"With compression={coding!r}",
-                model,
-                replace(candidate, options={**options, "compression": coding}),
-            )
-            for coding in RATIOS
-            if world.nodes > 1 and "compression" not in options
-        ]
-        if "average_every" not in options:
-            averaged = replace(candidate, options={**options, "average_every": 8})
-            changes.append(("With average_every=8 (local SGD)", model, averaged))
+        settings: list[dict[str, Any]] = [{"average_every": 8}]
+        settings += [{"compression": coding} for coding in RATIOS if world.nodes > 1]
+        for [(name, value)] in map(dict.items, settings):
+            if name not in candidate.options:
+                changed = replace(candidate, options={**candidate.options, name: value})
+                changes[f"With {name}={value!r}"] = model, changed
     found = []
-    for change, changed, its in changes:
-        try:
-            prediction = predict(changed, machine, its, world)
-        except ImpossibleError:
-            continue
-        if prediction.samples_per_s >= _WORTH * first.samples_per_s:
-            found.append(Remedy(change, prediction))
+    for change, (its_model, its) in changes.items():
+        with suppress(ImpossibleError):
+            prediction = predict(its_model, machine, its, world)
+            if prediction.samples_per_s >= _WORTH * first.samples_per_s:
+                found.append(Remedy(change, prediction))
     return sorted(found, key=lambda remedy: -remedy.prediction.samples_per_s)

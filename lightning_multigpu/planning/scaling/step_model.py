@@ -343,7 +343,7 @@ def _pipeline(model: ModelProfile, machine: Machine, candidate: Candidate, world
         micro_batches * sum(forward_s[i] + backward_s[i] for i in range(rank, len(stages), ranks))
         for rank in range(ranks)
     )
-    fullest = plan.largest_memory
+    fullest = max(plan.memory, key=lambda rank: rank.total)
     return _prediction(
         model, machine, candidate, world, "pipeline_1f1b", phases,
         passes=k * step_time(orders, ones, ones, free), tensors=k * micro_batches,

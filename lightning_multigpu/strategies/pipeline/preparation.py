@@ -189,12 +189,12 @@ class Preparation:
         for of_rank in model.stages.gather_objects(found):
             parts |= of_rank
         optimizers = model.module.trainer.optimizers
+        before, after = model.ownership.end_bytes(optimizers)
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
-            model.chain.training_bytes(optimizers),
+            [before, *model.chain.training_bytes(optimizers), after],
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             num_micro_batches=len(batch.parts),
-            end_bytes=model.ownership.end_bytes(optimizers),
         )
