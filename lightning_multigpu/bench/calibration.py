@@ -251,7 +251,7 @@ def reference_profile(width: int, num_layers: int, batch_size: int, step_s: floa
     each = HeldBytes(each_bytes, each_bytes, 0)
     # n pairs of layers need 2n - 1 collectives: the input needs no gradient. What is small takes as long in parts.
     collectives = [("all_reduce", message)] * (2 * ((num_layers + 1) // 2) - 1)
-    part = SplitPart(num_ranks=num_ranks, phases=phases, collectives=collectives, held=held, activations_bytes=0)
+    part = SplitPart(phases=phases, collectives=collectives, held=held, activations_bytes=0)
     return ModelProfile(
         name="reference",
         samples=batch_size,

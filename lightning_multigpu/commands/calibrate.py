@@ -101,7 +101,7 @@ def _known(path: Path, device_type: str) -> Machine:
         except ValueError as error:
             print(f"{error}; it is replaced", file=sys.stderr)
             return now
-        if not differences(before, identity(now)):
+        if not differences(before, now):
             return before
         print(f"{path} is of another machine or version, and is replaced", file=sys.stderr)
     return now
@@ -126,11 +126,6 @@ def this_machine(device_type: str) -> Machine:
         memory_bytes=torch.cuda.get_device_properties(0).total_memory if is_gpu else facts["memory_bytes"],
         versions={"torch": torch.__version__, "lightning_multigpu": version("lightning-multigpu")},
     )
-
-
-def identity(machine: Machine) -> dict[str, str]:
-    """The fields that a file of this machine has to have."""
-    return {"processor": machine.processor, "device_type": machine.device_type, **machine.versions}
 
 
 def _measured(machine: Machine, devices: int | None, options: argparse.Namespace) -> Machine:

@@ -1,10 +1,23 @@
-"""The options of a run's strategy, for remedies that change one of them."""
+"""The options of a run's strategy, for remedies that change one of them, and the usual size of a bucket."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+ON_ONE_HOST_BYTES, BETWEEN_HOSTS_BYTES = 25 << 20, 4 << 20
+_MOST_BUCKETS = 128
+
+
+def usual_bucket_bytes(total_bytes: int, *, between_hosts: bool) -> int:
+    """The default size for the ring, or for shared memory on one host; more for large models.
+
+    On a link of 1 Gbit/s the first bucket of 4 MiB travels during most of backward. On one host there is little time to
+    hide, and every bucket makes ranks wait for each other once more.
+    """
+    usual = BETWEEN_HOSTS_BYTES if between_hosts else ON_ONE_HOST_BYTES
+    return max(usual, -(-total_bytes // _MOST_BUCKETS))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def test_another_file_is_refused_by_field(text: str, message: str, tmp_path: Pat
 
 
 def test_differences_name_the_field_and_both_values() -> None:
-    now = {"processor": "a processor", "device_type": "cpu", "torch": "2.14.0"}
+    now = replace(MACHINE, versions={"torch": "2.14.0", "numpy": "1"})
     assert differences(MACHINE, now) == ["torch was 2.13.0 at the calibration, and is 2.14.0"]
 
 

@@ -179,7 +179,6 @@ class TestSplitModels:
         chain=chain(2),
         splits={
             2: SplitPart(
-                num_ranks=2,
                 phases=PHASES.times(0.5),
                 collectives=[("all_reduce", MIB)] * 3,
                 held=HeldBytes(MIB, MIB, 2 * MIB),

@@ -102,18 +102,23 @@ def measured_model(
         ShortRunError: the training step raises an error on one device, or there is no batch.
     """
 
+    disturbed: list[float] = []
+
     def quiet(what: str, **options: int) -> ShortRun:
         """The least disturbed of up to three runs; one where others take little."""
         tried: list[ShortRun] = []
         while len(tried) < _ATTEMPTS and (not tried or min(run.others for run in tried) > QUIET):
             tell(f"{what}, again: other processes are busy" if tried else what)
             tried.append(short_run(subject, **options))
-        return min(tried, key=lambda run: run.others)
+        best = min(tried, key=lambda run: run.others)
+        disturbed.append(best.others)
+        return best
 
     whole = quiet("the whole model, and its layers one by one")
     alone = phases_of(whole.document)
     slowdown: dict[int, float] = {}
-    for crowd in crowds if _held(whole.document).total + _activations(whole.document) <= limit_bytes else ():
+    held, activations = _memory(whole.document)
+    for crowd in crowds if held.total + activations <= limit_bytes else ():
         beside = phases_of(quiet(f"the model beside {crowd - 1} others", copies=crowd).document)
         seconds = [phases.forward_s + phases.backward_s for phases in (beside, alone)]
         slowdown[crowd] = max(1.0, seconds[0] / seconds[1])
@@ -125,15 +130,13 @@ def measured_model(
         except ShortRunError as error:
             refused[f"tensor_split on {size} ranks"] = str(error)
         else:
+            held, activations = _memory(part.document)
+            phases = phases_of(part.document)
             splits[size] = SplitPart(
-                num_ranks=size,
-                phases=phases_of(part.document),
-                collectives=part.collectives,
-                held=_held(part.document),
-                activations_bytes=_activations(part.document),
+                phases=phases, collectives=part.collectives, held=held, activations_bytes=activations
             )
     return model_of(
-        whole.document, splits=splits, refused=refused, slowdown=slowdown, disturbed=whole.others,
+        whole.document, splits=splits, refused=refused, slowdown=slowdown, disturbed=max(disturbed),
         divides_batch=bool(subject.of_batches),
     )  # fmt: skip
 
@@ -149,13 +152,13 @@ def model_of(document: RunDocument, *, refused: Mapping[str, str], **further: An
         raise ReportError(
             "this is no profile of one device for plans; train on one device with ProfilerReport(for_plan=True)"
         )
-    held = _held(document)
+    held, activations = _memory(document)
     return ModelProfile(
         name=document.model.class_.rpartition(".")[2],
         samples=model.samples,
         parameters=document.model.parameters,
         held=held,
-        activations_bytes=_activations(document),
+        activations_bytes=activations,
         gradients=model.gradients or [(held.gradients_bytes, 1.0)],
         phases=phases_of(document),
         chain=model.chain,
@@ -179,15 +182,12 @@ def phases_of(document: RunDocument) -> Phases:
     )
 
 
-def _held(document: RunDocument) -> HeldBytes:
+def _memory(document: RunDocument) -> tuple[HeldBytes, int]:
+    """What the device held, and saved for backward."""
     assert document.memory is not None
     [held] = document.memory
-    return HeldBytes(held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes)
-
-
-def _activations(document: RunDocument) -> int:
-    assert document.memory is not None
-    return document.memory[0].activations_bytes or 0
+    kinds = HeldBytes(held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes)
+    return kinds, held.activations_bytes or 0
 
 
 def short_run(subject: PlannedModule, num_ranks: int = 1, copies: int = 1) -> ShortRun:

@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_multigpu.bench.strategies.contenders import contender
-from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, read, this_machine
+from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, read, this_machine
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, ShortRunError, measured_model, model_of
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
@@ -155,6 +155,6 @@ def _calibrated(wanted: argparse.Namespace, device_type: str) -> Machine:
             f"{path} is of {machine.device_type} devices, and the configuration trains on {device_type}; pass "
             f"--trainer.accelerator, or calibrate with --accelerator={device_type}"
         )
-    for difference in differences(machine, identity(this_machine(device_type))):
+    for difference in differences(machine, this_machine(device_type)):
         print(f"warning: {path}: {difference}; calibrate again for better predictions", file=sys.stderr)
     return machine

@@ -24,16 +24,22 @@ _KEPT_SPLITS = 64
 """The most partial splits that are kept for each number of layers, if a rank has several stages."""
 
 
-def balanced_bounds(costs: Sequence[float], num_stages: int) -> Bounds:
+def balanced_bounds(costs: Sequence[float], num_stages: int, before: float = 0.0, after: float = 0.0) -> Bounds:
     """The split that minimises the cost of the most expensive stage; see :func:`cheapest_bounds`.
 
-    ``costs`` are those of each layer, 0 or more, in any unit.
+    ``costs`` are those of each layer, 0 or more, in any unit; ``before`` and ``after`` what the first and the last
+    stage have besides.
 
     Raises:
         ValueError: there are fewer layers than stages.
     """
     total = [0.0, *accumulate(costs)]
-    return cheapest_bounds(lambda stage, start, stop: total[stop] - total[start], len(costs), num_stages)
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        ends = (0 if start else before) + (after if stop == len(costs) else 0)
+        return total[stop] - total[start] + ends
+
+    return cheapest_bounds(cost, len(costs), num_stages)
 
 
 def cheapest_bounds(cost: StageCost, num_layers: int, num_stages: int, *, num_ranks: int | None = None) -> Bounds:

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from lightning_multigpu.planning.numbers import ms, size
-from lightning_multigpu.planning.pipelines.balance import Bounds, bounds_of_counts, cheapest_bounds, layers_text
+from lightning_multigpu.planning.pipelines.balance import (
+    Bounds,
+    balanced_bounds,
+    bounds_of_counts,
+    cheapest_bounds,
+    layers_text,
+)
 from lightning_multigpu.planning.pipelines.schedule_order import in_flight, schedule_orders, step_time
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes, summed
 
@@ -277,15 +282,7 @@ class ChainFigures:
         if not isinstance(balance, str):
             return bounds_of_counts(balance, costs.num_layers, costs.num_stages)
         before, *layers, after = (held.parameters_bytes for held in self.held)
-        if not before and not after and len(set(layers)) == 1 and len(layers) >= costs.num_stages:
-            cuts = [stage * len(layers) // costs.num_stages for stage in range(costs.num_stages + 1)]
-            return [*pairwise(cuts)]
-
-        def size_bytes(stage: int, start: int, stop: int) -> int:
-            ends = (0 if start else before) + (after if stop == costs.num_layers else 0)
-            return sum(layers[start:stop]) + ends
-
-        return cheapest_bounds(size_bytes, costs.num_layers, costs.num_stages)
+        return balanced_bounds(layers, costs.num_stages, before, after)
 
 
 def _between(a: PartCost, b: PartCost, share: float) -> PartCost:

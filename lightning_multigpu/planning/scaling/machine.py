@@ -249,14 +249,13 @@ class Machine:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
 
 
-def differences(machine: Machine, now: Mapping[str, str]) -> list[str]:
-    """The fields in which a calibrated machine is not this one, as sentences.
-
-    ``now`` has "processor", "device_type", "torch" and "lightning_multigpu" of this process.
-    """
-    then = {"processor": machine.processor, "device_type": machine.device_type, **machine.versions}
+def differences(then: Machine, now: Machine) -> list[str]:
+    """The processor, kind of device and versions in which a calibrated machine is not this one, as sentences."""
+    before, after = (
+        {"processor": each.processor, "device_type": each.device_type, **each.versions} for each in (then, now)
+    )
     return [
-        f"{name} was {then[name]} at the calibration, and is {value}"
-        for name, value in now.items()
-        if name in then and then[name] != value
+        f"{name} was {before[name]} at the calibration, and is {value}"
+        for name, value in after.items()
+        if before.get(name, value) != value
     ]

@@ -37,14 +37,13 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPart:
-    """One rank's part of a model whose layers are split over ``num_ranks``.
+    """One rank's part of a model whose layers are split.
 
     Attributes:
         phases: the step of the part alone, without collectives.
         collectives: operation and bytes of each collective of a step.
     """
 
-    num_ranks: int
     phases: Phases
     collectives: Sequence[tuple[str, int]]
     held: HeldBytes

@@ -27,10 +27,8 @@ from lightning_multigpu.planning.pipelines.schedule_order import (
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
 from lightning_multigpu.planning.scaling.machine import Machine, World, servers_s
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
+from lightning_multigpu.planning.strategy_options import usual_bucket_bytes
 
-ON_ONE_HOST_BYTES = 25 << 20
-BETWEEN_HOSTS_BYTES = 4 << 20
-_MOST_BUCKETS = 128
 _UNCERTAINTY = 0.15
 """The uncertainty of a prediction where nothing varied: 8 of 10 errors of ``benchmarks.planner`` are smaller."""
 RATIOS = {"bf16": 2.0, "int8": 3.98}
@@ -170,16 +168,6 @@ class Prediction:
     def efficiency(self, one: Prediction) -> float:
         """Samples a second of each device, over those of one device alone."""
         return self.samples_per_s / (self.world.size * one.samples_per_s)
-
-
-def usual_bucket_bytes(total_bytes: int, *, between_hosts: bool) -> int:
-    """The default size for the ring, or for shared memory on one host; more for large models.
-
-    On a link of 1 Gbit/s the first bucket of 4 MiB travels during most of backward. On one host there is little time to
-    hide, and every bucket makes ranks wait for each other once more.
-    """
-    usual = BETWEEN_HOSTS_BYTES if between_hosts else ON_ONE_HOST_BYTES
-    return max(usual, -(-total_bytes // _MOST_BUCKETS))
 
 
 def predict(model: ModelProfile, machine: Machine, candidate: Candidate, world: World) -> Prediction:
