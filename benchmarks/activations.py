@@ -8,13 +8,11 @@ storage that autograd holds at the end of the forward pass, without parameters.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 from torch import nn
 
 from benchmarks.heading import heading
 from benchmarks.plain_gpt import batch_of, gpt, loss_of
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation
+from lightning_multigpu.engine.activation_checkpointing import Choice, recomputing, selected_layers
 from lightning_multigpu.engine.training_memory import SavedActivations
 
 
@@ -31,7 +29,7 @@ def kept_bytes(choice: Choice) -> int:
     module = Module()
     text, targets = batch_of(32)
     saved = SavedActivations([*module.parameters(), *module.buffers()])
-    with Recomputation(module, choice).installed(module) if choice else nullcontext(), saved.counted():
+    with recomputing(selected_layers(module, choice), module), saved.counted():
         loss = loss_of(module.layers(text), targets)
     size_bytes = saved.size_bytes
     loss.backward()

@@ -106,7 +106,7 @@ def train(case: str, value: float, directory: str, *, remedied: bool) -> None:
     nodes = int(os.environ.get("NUM_NODES", "1"))
     L.Trainer(
         accelerator="cpu", devices=2 // nodes, num_nodes=nodes, strategy=strategy, max_steps=32, logger=False,
-        callbacks=[ProfilerReport(wait=5, warmup=2, active=12, print_table=False)], default_root_dir=directory,
+        callbacks=[ProfilerReport(wait=7, active=12, print_table=False)], default_root_dir=directory,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     ).fit(module, DataLoader(Samples(value if case == "input" else 0.0), batch_size=BATCH, **options))  # fmt: skip
 

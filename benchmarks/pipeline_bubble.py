@@ -38,7 +38,7 @@ from benchmarks.heading import heading
 from benchmarks.raw_pipeline import RawPipeline, stages_per_rank
 from lightning_multigpu._torch_compat import new_group_in_order
 from lightning_multigpu.bench.strategies.models import repeated
-from lightning_multigpu.engine.pipeline.stages.runner import PassesInOrder
+from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, step_time
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.world import free_port
@@ -122,8 +122,9 @@ class Spans:
 
     def __init__(self) -> None:
         self.taken: list[Span] = []
-        for cls, name in ((PipelineScheduleSingle, "step"), (PipelineScheduleMulti, "step"), (PassesInOrder, "run")):
-            self._watch(cls, name)
+        for cls in (PipelineScheduleSingle, PipelineScheduleMulti):
+            self._watch(cls, "step")
+        self._watch(PipelineRunner, "_run_in_order")
 
     def _watch(self, cls: Any, name: str) -> None:
         original = getattr(cls, name)

@@ -48,7 +48,6 @@ from lightning.pytorch.loops.fit_loop import (
 from lightning.pytorch.loops.training_epoch_loop import (
     _TrainingEpochLoop as TrainingEpochLoop,
 )
-from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.strategies.launchers import (
     # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
     # Trainer also checks for this class by name when it ends children after Ctrl-C.
@@ -103,7 +102,6 @@ __all__ = [
     "check_main_guard",
     "disable_module_memory_sharing",
     "draws_graph",
-    "further_ddp_options",
     "given_checkpoint",
     "given_loaders",
     "has_set_signal_handlers",
@@ -202,11 +200,6 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 def draws_graph(logger: Any) -> bool:
     """True if a logger runs the module's forward on ``example_input_array`` to draw a graph of it."""
     return bool(getattr(logger, "_log_graph", False))
-
-
-def further_ddp_options(strategy: Strategy) -> dict[str, Any]:
-    """The arguments of Lightning's ``DDPStrategy`` that it passes on to torch's ``DistributedDataParallel``."""
-    return dict(getattr(strategy, "_ddp_kwargs", {}))
 
 
 @contextmanager

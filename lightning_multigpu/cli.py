@@ -5,7 +5,7 @@
     lightning-multigpu fit --config configs/ring_ddp.yaml --trainer.max_epochs=3
     lightning-multigpu fit --resume runs/ring_ddp/version_0
     lightning-multigpu fit --model=examples.digits.DigitsCNN --data=examples.digits.DigitsData --trainer.max_epochs=3
-    lightning-multigpu strategies --json
+    lightning-multigpu strategies
 
 ``fit``, ``validate``, ``test`` and ``predict`` are Lightning's command line with the names of this pack known to it. A
 strategy is given by its name (``--trainer.strategy=ring_ddp``) or, where it takes options, by its class::
@@ -33,7 +33,6 @@ from typing import NamedTuple
 
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.job.waiting_ranks import wait_if_started_early
 
 
 class Command(NamedTuple):
@@ -60,13 +59,13 @@ class Command(NamedTuple):
 
 COMMANDS: tuple[Command, ...] = (
     Command("new", "write a small project that trains at once", "new"),
-    Command("fit", "train a model", "fit"),
-    Command("validate", "run a model over its validation data", "fit"),
-    Command("test", "run a model over its test data", "fit"),
-    Command("predict", "compute a model's predictions", "fit"),
+    Command("fit", "train a model", "training"),
+    Command("validate", "run a model over its validation data", "training"),
+    Command("test", "run a model over its test data", "training"),
+    Command("predict", "compute a model's predictions", "training"),
     Command("strategies", "list the training strategies and what they send", "strategies"),
     Command("plan", "predict step time, memory and scaling under every strategy, without training", "plans.plan"),
-    Command("report", "show the profile of a run, or compare those of several", "profiles"),
+    Command("report", "show the profile of a run again", "profiles"),
     Command("bench collectives", "time and check every collective on each back end", "benches.bench_collectives"),
     Command("bench strategies", "time a training step under several strategies", "benches.bench_strategies"),
     Command("calibrate", "measure this machine for plans", "calibrate"),
@@ -92,7 +91,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # Behind all others: no file there, of another user perhaps, is taken for the standard library's or a package's.
     if not {"", os.getcwd()} & {*sys.path}:
         sys.path.append(os.getcwd())
-    wait_if_started_early(lambda: import_module("lightning_multigpu.commands.training"))
     try:
         return _dispatch(arguments)
     except UsageError as error:

@@ -184,7 +184,7 @@ class TestImports:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.FunctionDef) and node.name in hooks
         }
-        assert found == {"base", "pack_strategy"}
+        assert found == {"pack_strategy"}
 
     def test_nothing_is_unpickled_but_from_torchs_process_groups_and_own_children(self) -> None:
         """The security page says so: what comes through a socket of the pack is text, as what comes from a store.

@@ -14,7 +14,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic, sent_share
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from lightning_multigpu.report.sections import SPLIT_LAYERS
-from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.run_view import view_of
 
 _PURPOSES: dict[tuple[str | None, str], str] = {
     ("all_reduce", "data"): "all-reduce of gradients",
@@ -122,13 +122,13 @@ class CommunicationMonitor(Monitor):
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._meter = _meter_of(trainer)
-        self._strategy = trainer.strategy
+        self._view = view_of(trainer)
+        self._meter = self._view.meter if self.measures(trainer) else None
         self._counted = self._staleness()
         self._next_step = 0 if self._meter is None else self._meter.steps_ended
         self._steps_read = 0
         self._seconds = {}
-        if self._meter is None and trainer.world_size > 1:
+        if self._view.meter is None and trainer.world_size > 1:
             rank_zero_warn(
                 f"communication is not measured: {type(trainer.strategy).__name__} has no meter; the strategies of "
                 "lightning_multigpu do, strategy='ring_ddp' for example."
@@ -136,7 +136,8 @@ class CommunicationMonitor(Monitor):
 
     @override
     def measures(self, trainer: Trainer) -> bool:
-        return _meter_of(trainer) is not None
+        view = view_of(trainer)
+        return view.meter is not None and trainer.world_size * view.devices_per_rank > 1
 
     @override
     def collect(self, trainer: Trainer, pl_module: LightningModule, batch: object) -> None:
@@ -159,8 +160,7 @@ class CommunicationMonitor(Monitor):
 
     def _staleness(self) -> Counter[int]:
         """How often updates of any rank have had which staleness so far."""
-        strategy = self._strategy
-        told = strategy.server_statistics() if self._log and isinstance(strategy, MultiGPUStrategy) else None
+        told = self._view.server_statistics() if self._log else None
         return sum(told.staleness.values(), Counter()) if told else Counter()
 
     def _observe_servers(self) -> None:
@@ -186,9 +186,3 @@ class CommunicationMonitor(Monitor):
                     self._seconds[purpose] = self._seconds.get(purpose, 0.0) + totals.total_s
             for key, (value, weight) in figures(step).items():
                 self.observe(key, value, weight)
-
-
-def _meter_of(trainer: Trainer) -> Meter | None:
-    meter = getattr(trainer.strategy, "meter", None)
-    communicates = trainer.world_size > 1 or getattr(trainer.strategy, "devices_per_rank", 1) > 1
-    return meter if isinstance(meter, Meter) and communicates else None

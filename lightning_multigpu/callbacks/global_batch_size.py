@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from lightning_multigpu.engine.batch_size import tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import full_batch_size
+from lightning_multigpu.strategies.run_view import view_of
 
 
 class GlobalBatchSize(Callback):
@@ -65,7 +66,7 @@ class GlobalBatchSize(Callback):
             if first is None or not first.ndim:
                 rank_zero_warn(f"{self._name} cannot be checked: no tensor of the first batch counts its samples")
                 return
-            dim = getattr(trainer.strategy, "options", {}).get("batch_dim", 0)
+            dim = view_of(trainer).options.get("batch_dim", 0)
             given = first.shape[dim if dim < first.ndim else 0]
             if given < share and trainer.is_last_batch:  # which may have fewer
                 return

@@ -14,7 +14,7 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import writes_logs_after_this_batch
 from lightning_multigpu.report.statistics import Aggregation, Series, Statistics, aggregate
-from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.run_view import view_of
 
 Group = Literal["throughput", "communication", "device"]
 
@@ -184,10 +184,9 @@ class Monitor(Callback):
         # Not every rank has every key; a collective has one shape on all ranks, so NaN stands for "none" on the way.
         mine = torch.tensor([local.get(key, math.nan) for key in keys], dtype=torch.float64)
         everyone = mine.unsqueeze(0)
-        strategy = trainer.strategy
-        alone = strategy.newest_of_ranks(self.group, mine.tolist()) if isinstance(strategy, MultiGPUStrategy) else None
-        if alone is not None:
-            everyone = torch.tensor(alone, dtype=torch.float64)
+        strategy, told = trainer.strategy, view_of(trainer).newest_of_ranks(self.group, mine.tolist())
+        if told is not None:
+            everyone = torch.tensor(told, dtype=torch.float64)
         elif trainer.world_size > 1:
             # A sum in which every rank fills a row of its own: the one collective that all strategies have in common.
             device = strategy.root_device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import socket
 import time
@@ -9,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import lightning
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
@@ -24,16 +25,13 @@ from lightning_multigpu.callbacks.communication import CommunicationMonitor
 from lightning_multigpu.callbacks.device_utilization import DeviceUtilizationMonitor
 from lightning_multigpu.callbacks.monitor import KEYS, Monitor
 from lightning_multigpu.callbacks.probes import machine_of
-from lightning_multigpu.callbacks.strategy_identity import identify, strategy_options
 from lightning_multigpu.callbacks.throughput import ThroughputMonitor
-from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.report import document
 from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.report.text import text
-from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.strategies.run_view import view_of
 
-_Object = TypeVar("_Object")
 _Monitor = TypeVar("_Monitor", bound=Monitor)
 
 
@@ -43,7 +41,7 @@ class _Told:
 
     record: document.RankRecord
     facts: document.RunFacts
-    servers: document.ServersSection | None
+    servers: Mapping[str, Any] | None
 
 
 class RunReport(Callback):
@@ -53,7 +51,6 @@ class RunReport(Callback):
     :class:`~lightning_multigpu.report.document.RunDocument`. It is written however a fit ends in order: by
     ``max_epochs``, ``max_steps``, ``max_time`` or early stopping. A fit that fails or is interrupted writes none, and
     leaves one that an earlier fit wrote; ``fast_dev_run`` prints the report only, like Lightning writes no logs then.
-    Of several reports in a Trainer one alone reports: the first :class:`ProfilerReport`, else the first.
 
     It needs no other callback. Figures come from the monitors among the trainer's callbacks (so give options such as
     ``tokens_fn`` to a :class:`ThroughputMonitor` of your own). For monitors that the trainer lacks, the report has
@@ -62,19 +59,19 @@ class RunReport(Callback):
     Args:
         print_table: whether rank 0 prints the report.
         write_file: whether rank 0 writes the file.
-    """
 
-    profiles: ClassVar[bool] = False
+    Raises:
+        ValueError: at the start of a fit, the Trainer has several reports.
+    """
 
     def __init__(self, *, print_table: bool = True, write_file: bool = True) -> None:
         self.report: dict[str, Any] | None = None
         """The newest report, as a dictionary, on every rank (under `async_ps` on rank 0); None before the first."""
         self.path: Path | None = None
         """The path of the newest report, on rank 0."""
-        self._servers: document.ServersSection | None = None
+        self._servers: Mapping[str, Any] | None = None
         self._memory: document.HeldMemory | None = None
         self._own: list[Monitor] = []
-        self._is_active = False
         self._split_plan: SplitPlan | None = None
         self._gathered: list[Any] | None = None
         self._print_table = print_table
@@ -82,13 +79,11 @@ class RunReport(Callback):
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        reports = [each for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
-        self._is_active = self is max(reports, key=lambda each: each.profiles)  # the first of several
-        if not self._is_active:
-            rank_zero_warn(f"of several reports in a Trainer one alone reports: leave {type(self).__name__} out")
-            return
+        reports = [type(each).__name__ for each in trainer.callbacks if isinstance(each, RunReport)]  # type: ignore[attr-defined]
+        if len(reports) > 1:
+            raise ValueError(f"{', '.join(reports)} in one Trainer: they write the same files; leave one in")
         self._start_s = time.perf_counter()
-        self._facts = _facts(trainer, pl_module)
+        self._facts, self._view = _facts(trainer, pl_module), view_of(trainer)
         self._throughput = self._monitor(trainer, ThroughputMonitor)
         self._communication = self._monitor(trainer, CommunicationMonitor)
         self._devices = self._monitor(trainer, DeviceUtilizationMonitor)
@@ -97,35 +92,29 @@ class RunReport(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_active and isinstance(trainer.strategy, MultiGPUStrategy):
-            self._gathered = trainer.strategy.gather_at_end(lambda: as_json(self._told(trainer)))
+        self._gathered = self._view.gather_at_end(lambda: as_json(self._told(trainer)))
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._is_active and (self._memory is None or trainer.is_last_batch):
-            self._memory = memory_of(trainer)
+        if self._memory is None or trainer.is_last_batch:
+            self._memory = self._held(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_active:
-            return
-        if isinstance(trainer.strategy, MultiGPUStrategy):
-            counted = trainer.strategy.server_statistics()
-            self._servers = counted and from_json(document.ServersSection, counted.section())
-            self._split_plan = trainer.strategy.split_plan()
-        held = memory_of(trainer)
+        counted = self._view.server_statistics()
+        self._servers = None if counted is None else counted.section()
+        self._split_plan = self._view.split_plan()
+        held = self._held(trainer)
         if not held.gradients_bytes and self._memory is not None:  # Lightning has freed them
             held = replace(held, gradients_bytes=self._memory.gradients_bytes)
         self._memory = held
 
     @override
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._is_active:
-            return
         if self._gathered is None:
-            gathered = gather(trainer, as_json(self._told(trainer)))
+            gathered = self._view.gather(as_json(self._told(trainer)))
         elif not trainer.is_global_zero:
             return
         else:
@@ -135,27 +124,27 @@ class RunReport(Callback):
         report = document.build(
             [each.record for each in told],
             told[0].facts,
-            strategy=document.NamedStrategy(name=name, options=options),
+            strategy={"name": name, "options": options},
             versions=versions_of(trainer.strategy.root_device),
             aggregations=KEYS,
             parameter_servers=told[0].servers,
             tensor_split=self._split_plan,
-            strategy_options=strategy_options(trainer.strategy),
+            all_options=self._view.options,
         )
         self.report = as_json(report)
         if not trainer.is_global_zero:
             return
         if self._print_table:
             print(text(report))
-        if self._write_file and not is_fast_dev_run(trainer):
+        if self._write_file and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # attached, not annotated
             self._write(self.files(report))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Reports on the steps before a Ctrl-C, if all ranks have ended at the same batch."""
-        strategy, fits = trainer.strategy, trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
-        is_common = strategy.is_common(exception) if isinstance(strategy, MultiGPUStrategy) else trainer.world_size == 1
-        if isinstance(exception, KeyboardInterrupt) and fits and is_common and self._gathered is None:
+        fits = trainer.state.fn == TrainerFn.FITTING and trainer.global_step > 0
+        is_stop = isinstance(exception, KeyboardInterrupt) and view_of(trainer).is_common(exception)
+        if is_stop and fits and self._gathered is None:
             for monitor in self._own:
                 monitor.on_train_end(trainer, pl_module)
             self.on_train_end(trainer, pl_module)
@@ -183,6 +172,13 @@ class RunReport(Callback):
             communication_ms=self._communication.purposes_ms(),
             memory=self._memory,
         )
+
+    def _held(self, trainer: Trainer) -> document.HeldMemory:
+        """The bytes that this rank holds."""
+        device = trainer.strategy.root_device
+        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+        held = vars(self._view.held_bytes())
+        return document.HeldMemory(rank=trainer.global_rank, **held, device_peak_bytes=peak_bytes)
 
     def files(self, report: document.RunDocument) -> dict[str, bytes]:
         """What is written, by name; the document first."""
@@ -232,33 +228,6 @@ class RunReport(Callback):
             print("written to " + "\nand ".join(map(str, paths)))
 
 
-def memory_of(trainer: Trainer) -> document.HeldMemory:
-    """The bytes that this rank holds."""
-    strategy, device = trainer.strategy, trainer.strategy.root_device
-    if isinstance(strategy, MultiGPUStrategy):
-        held = strategy.held_bytes()
-    else:
-        held = measured_bytes(trainer.lightning_module.parameters(), trainer.optimizers)
-    peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return document.HeldMemory(rank=trainer.global_rank, **vars(held), device_peak_bytes=peak_bytes)
-
-
-def is_fast_dev_run(trainer: Trainer) -> bool:
-    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning attaches it without an annotation
-
-
-def gather(trainer: Trainer, record: _Object) -> list[_Object]:
-    """One object of every rank, on every rank."""
-    gather_objects = getattr(trainer.strategy, "gather_objects", None)
-    if gather_objects is not None:
-        return list(gather_objects(record))
-    if trainer.world_size == 1:
-        return [record]
-    gathered: list[Any] = [None] * trainer.world_size
-    dist.all_gather_object(gathered, record)
-    return gathered
-
-
 def _facts(trainer: Trainer, module: LightningModule) -> document.RunFacts:
     """What runs, on what, and since when."""
     parameters = list(module.parameters())
@@ -272,12 +241,34 @@ def _facts(trainer: Trainer, module: LightningModule) -> document.RunFacts:
             trainable_parameters=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         ),
         precision=str(trainer.precision),
-        hardware=document.Hardware(
-            device="cuda" if device_type == "cuda" else "cpu",
-            threads_per_rank=torch.get_num_threads(),
+        hardware={
+            "device": "cuda" if device_type == "cuda" else "cpu",
+            "threads_per_rank": torch.get_num_threads(),
             **machine_of(device_type),
-        ),
+        },
     )
+
+
+def identify(strategy: Strategy) -> tuple[str, dict[str, Any]]:
+    """The registered name that leaves the fewest options to add, and these options, as JSON has them.
+
+    Of Lightning's own strategies it is the first name of the class, without options.
+    """
+    options: dict[str, Any] = getattr(strategy, "options", {})
+    best: tuple[str, dict[str, Any]] | None = None
+    for name in StrategyRegistry:
+        made = StrategyRegistry[name]["strategy"]
+        if getattr(made, "strategy", made) is type(strategy):  # those of this pack are rows
+            usual = StrategyRegistry.get(name).options if options else {}
+            further = {option: value for option, value in options.items() if usual[option] != value}
+            best = min(best or (name, further), (name, further), key=lambda found: len(found[1]))
+    name, further = best or (type(strategy).__name__, options)
+    return name, json.loads(json.dumps(further, default=_name_of))
+
+
+def _name_of(value: Any) -> str:
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def versions_of(device: torch.device) -> dict[str, str]:

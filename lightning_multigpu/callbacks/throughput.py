@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -16,24 +15,9 @@ from typing_extensions import override
 from lightning_multigpu.callbacks.monitor import Group, Monitor
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.batch_size import leading_size
+from lightning_multigpu.strategies.run_view import view_of
 
 _COMPUTE_DTYPES = {"64": torch.float64, "32": torch.float32, "16": torch.float16, "bf16": torch.bfloat16}
-
-
-@dataclass
-class _Work:
-    """The work of a rank in one optimizer step; None where it is not known."""
-
-    batches: int = 0
-    samples: int | None = 0
-    tokens: int | None = 0
-    flops: float | None = 0.0
-
-    def add(self, samples: int | None, tokens: int | None, flops: float | None) -> None:
-        self.batches += 1
-        for name, amount in (("samples", samples), ("tokens", tokens), ("flops", flops)):
-            before = getattr(self, name)
-            setattr(self, name, None if amount is None or before is None else before + amount)
 
 
 class _Lap(NamedTuple):
@@ -41,14 +25,14 @@ class _Lap(NamedTuple):
 
     spans: list[tuple[Any, Any]]
     steps: int
-    work: _Work
+    work: dict[str, float | None]
 
 
 class ThroughputMonitor(Monitor):
     """Samples, batches, tokens and floating-point operations per second, and the time per optimizer step.
 
     The figures are right for batches of any size, with accumulation, and for models that are split over ranks: only
-    ranks with a batch of their own (``strategy.owns_batch``) count. The time of validation, of checkpoints written at
+    ranks with a batch of their own count. The time of validation, of checkpoints written at
     its end, and between epochs does not count. On a GPU events time the steps, and the host waits for the device once
     an interval, not once a step.
 
@@ -65,17 +49,16 @@ class ThroughputMonitor(Monitor):
 
     Args:
         batch_size_fn: returns the samples in a batch; by default the first dimension of the batch's first tensor.
-        tokens_fn: returns the tokens in a batch; or the name of a key or attribute of the batch with their number. It
-            should not read a tensor on a GPU, which would wait for the device at every batch.
-        flops_per_sample: floating-point operations, forward and backward, that the whole model needs for one sample,
-            or a function from a batch to those of the batch. By default the module's attribute ``flops_per_batch``,
-            if it has one (see ``lightning.fabric.utilities.throughput.measure_flops``).
+        tokens_fn: returns the tokens in a batch. It should not read a tensor on a GPU, which would wait for the device
+            at every batch.
+        flops_per_sample: floating-point operations, forward and backward, that the whole model needs for one sample. By
+            default the module's attribute ``flops_per_batch``, if it has one (see
+            ``lightning.fabric.utilities.throughput.measure_flops``), counts those of a batch.
         peak_flops: FLOP/s of one device at its best; by default what Lightning knows of the device and the precision.
         log: whether to log, or only to collect for a report.
 
     Raises:
-        ValueError: ``flops_per_sample`` or ``peak_flops`` is not above 0; while training, ``tokens_fn`` names what a
-            batch does not have.
+        ValueError: ``flops_per_sample`` or ``peak_flops`` is not above 0.
     """
 
     group: ClassVar[Group] = "throughput"
@@ -84,13 +67,13 @@ class ThroughputMonitor(Monitor):
         self,
         *,
         batch_size_fn: Callable[[Any], int] | None = None,
-        tokens_fn: Callable[[Any], int] | str | None = None,
-        flops_per_sample: float | Callable[[Any], float] | None = None,
+        tokens_fn: Callable[[Any], int] | None = None,
+        flops_per_sample: float | None = None,
         peak_flops: float | None = None,
         log: bool = True,
     ) -> None:
         super().__init__(log=log)
-        if isinstance(flops_per_sample, int | float) and not flops_per_sample > 0:
+        if flops_per_sample is not None and not flops_per_sample > 0:
             raise ValueError(f"flops_per_sample={flops_per_sample}: must be above 0; leave it out if it is not known")
         if peak_flops is not None and not peak_flops > 0:
             raise ValueError(f"peak_flops={peak_flops}: must be above 0 FLOP/s; leave it out if it is not known")
@@ -111,11 +94,11 @@ class ThroughputMonitor(Monitor):
 
     @override
     def begin(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._clock = clock_of(trainer.strategy.root_device)
+        self._clock, self._view = clock_of(trainer.strategy.root_device), view_of(trainer)
         self._started: Any | None = None
         self._spans: list[tuple[Any, Any]] = []
         self._pending: deque[_Lap] = deque()
-        self._work = _Work()
+        self._work: dict[str, float | None] = {}
         self._last_global_step = trainer.global_step
         self._warned = False
         self._batch_peak_flops = self._peak_flops_per_batch(trainer)
@@ -127,7 +110,7 @@ class ThroughputMonitor(Monitor):
 
     @override
     def collect(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        if batch is not None and getattr(trainer.strategy, "owns_batch", True):
+        if batch is not None and self._view.owns_batch():
             self._count(pl_module, batch)
         new_steps = trainer.global_step - self._last_global_step
         if new_steps > 0:
@@ -139,9 +122,10 @@ class ThroughputMonitor(Monitor):
                 self._started = self._spans[-1][1]
             self._pending.append(_Lap(self._spans, new_steps, self._work))
             self._spans = []
-            known = self.step_samples is not None and self._work.samples is not None
-            self.step_samples = max(self.step_samples or 0, self._work.samples or 0) if known else None
-            self._work = _Work()
+            samples = self._work.get("samples", 0)
+            known = self.step_samples is not None and samples is not None
+            self.step_samples = int(max(self.step_samples or 0, samples or 0)) if known else None
+            self._work = {}
         while self._pending and all(self._clock.passed(end) for _, end in self._pending[0].spans):
             self._resolve(*self._pending.popleft())
 
@@ -159,10 +143,14 @@ class ThroughputMonitor(Monitor):
             self._resolve(*self._pending.popleft())
 
     def _count(self, pl_module: LightningModule, batch: Any) -> None:
-        samples = self._samples(batch)
-        if samples == 0:
+        """Adds a batch to the work of the step; what is not known of one is not known of the step."""
+        if (samples := self._samples(batch)) == 0:
             return
-        self._work.add(samples, self._tokens(batch), self._flops(pl_module, batch, samples))
+        tokens = None if self._tokens_fn is None else int(self._tokens_fn(batch))
+        amounts = {"samples": samples, "batches": 1, "tokens": tokens, "flops": self._flops(pl_module, samples)}
+        for name, amount in amounts.items():
+            before = self._work.get(name, 0)
+            self._work[name] = None if amount is None or before is None else before + amount
 
     def _samples(self, batch: Any) -> int | None:
         if self._batch_size_fn is not None:
@@ -176,24 +164,7 @@ class ThroughputMonitor(Monitor):
             )
         return size
 
-    def _tokens(self, batch: Any) -> int | None:
-        name = self._tokens_fn
-        if name is None:
-            return None
-        if not isinstance(name, str):
-            return int(name(batch))
-        if isinstance(batch, Mapping) and name in batch:
-            return int(batch[name])
-        if hasattr(batch, name):
-            return int(getattr(batch, name))
-        raise ValueError(
-            f"tokens_fn={name!r}: the batch, a {type(batch).__name__}, has no such key or attribute; pass a function "
-            "from a batch to its number of tokens"
-        )
-
-    def _flops(self, pl_module: LightningModule, batch: Any, samples: int | None) -> float | None:
-        if callable(self._flops_per_sample):
-            return float(self._flops_per_sample(batch))
+    def _flops(self, pl_module: LightningModule, samples: int | None) -> float | None:
         if self._flops_per_sample is not None:
             return None if samples is None else self._flops_per_sample * samples
         flops: float | None = getattr(pl_module, "flops_per_batch", None)
@@ -208,19 +179,15 @@ class ThroughputMonitor(Monitor):
             peak = get_available_flops(trainer.strategy.root_device, dtype)
         if peak is None:
             return None
-        devices = trainer.world_size * getattr(trainer.strategy, "devices_per_rank", 1)
-        return peak * devices / getattr(trainer.strategy, "data_parallel_size", trainer.world_size)
+        return peak * trainer.world_size * self._view.devices_per_rank / self._view.data_ranks
 
-    def _resolve(self, spans: list[tuple[Any, Any]], steps: int, work: _Work) -> None:
+    def _resolve(self, spans: list[tuple[Any, Any]], steps: int, work: dict[str, float | None]) -> None:
         seconds = sum(self._clock.seconds(start, end) for start, end in spans)
         if seconds <= 0:
             return
         self.observe("throughput/step_ms", seconds / steps * 1e3, weight=steps)
-        if not work.batches:
-            return
-        amounts = {"samples": work.samples, "batches": work.batches, "tokens": work.tokens, "flops": work.flops}
-        for name, amount in amounts.items():
+        for name, amount in work.items():
             if amount is not None:
                 self.observe(f"throughput/{name}_per_sec", amount / seconds, weight=seconds)
-        if work.flops is not None and self._batch_peak_flops is not None:
-            self.observe("throughput/mfu", work.flops / seconds / self._batch_peak_flops, weight=seconds)
+        if (flops := work.get("flops")) is not None and self._batch_peak_flops is not None:
+            self.observe("throughput/mfu", flops / seconds / self._batch_peak_flops, weight=seconds)

@@ -1,6 +1,6 @@
 """``lightning-multigpu calibrate``: measures this machine, or the hosts of a job, for ``plan``.
 
-It writes ``machine.json``: the fields of :class:`~lightning_multigpu.planning.scaling.machine_model.Machine` and
+It writes ``machine.json``: the fields of :class:`~lightning_multigpu.planning.scaling.machine.Machine` and
 "schema_version". What an earlier file has of other numbers of hosts and devices stays, if it is of the same machine.
 """
 

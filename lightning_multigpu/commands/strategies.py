@@ -1,17 +1,9 @@
-"""``lightning-multigpu strategies``: every registered strategy and the bytes that it sends between ranks.
-
-With ``--json`` one object is printed: "schema_version"; "symbols", the letters of formulas; and "strategies", each with
-the fields of :class:`lightning_multigpu.StrategyRow`, whose ``class_path`` is "class". Its keys are stable: a change of
-their meaning raises ``schema_version``; new keys do not.
-"""
+"""``lightning-multigpu strategies``: every registered strategy and the bytes that it sends between ranks."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +13,6 @@ from lightning_multigpu.commands.option_parser import OptionParser
 from lightning_multigpu.commands.usage import PROGRAM
 from lightning_multigpu.registry import STRATEGIES, StrategyRow
 
-SCHEMA_VERSION = 1
 SYMBOLS = {
     "S": "bytes of the gradients, equal to the bytes of the model",
     "N": "ranks",
@@ -38,26 +29,15 @@ SYMBOLS = {
 
 
 def run(name: str, arguments: Sequence[str]) -> int:
-    """Prints the strategies as a table, or as JSON."""
+    """Prints the strategies as a table."""
     parser = OptionParser(
         f"{PROGRAM} {name}",
         "List every training strategy of this pack: what Trainer(strategy=...) accepts, where computation "
         "happens, how gradients and the model travel, and how many bytes that is per step.",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object with stable keys instead of a table")
-    if parser.parse(arguments).json:
-        print(json.dumps(as_json(STRATEGIES), indent=2))
-    else:
-        Console(file=sys.stdout).print(as_table(STRATEGIES))
+    parser.parse(arguments)
+    Console(file=sys.stdout).print(as_table(STRATEGIES))
     return 0
-
-
-def as_json(rows: Sequence[StrategyRow]) -> dict[str, Any]:
-    """The object that ``--json`` prints; its keys are in the module's docstring."""
-    strategies = [
-        {"class" if name == "class_path" else name: value for name, value in asdict(row).items()} for row in rows
-    ]
-    return {"schema_version": SCHEMA_VERSION, "symbols": SYMBOLS, "strategies": strategies}
 
 
 def as_table(rows: Sequence[StrategyRow]) -> Table:

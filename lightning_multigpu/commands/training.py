@@ -16,6 +16,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 from typing_extensions import override
 
+import lightning_multigpu.strategies  # noqa: F401  # jsonargparse finds imported classes by their names alone
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.commands import resume
 from lightning_multigpu.commands.usage import PROGRAM, UsageError

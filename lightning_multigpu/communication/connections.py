@@ -44,6 +44,11 @@ class Connections:
         finally:
             self._names |= set(_sockets().values()) - self._before.pop()
 
+    def note(self, *connections: socket.socket) -> None:
+        """Notes connections for :meth:`cut_silent`; :meth:`cut` leaves a Python object's connection alone."""
+        found = _sockets()
+        self._names |= {found[connection.fileno()] for connection in connections if connection.fileno() in found}
+
     @contextlib.contextmanager
     def cut_after(self, timeout_s: float) -> Iterator[None]:
         """After ``timeout_s`` cuts the connections that the block opens, again and again, since back ends reconnect.

@@ -45,11 +45,11 @@ class Plan(NamedTuple):
 
     Attributes:
         sent: bytes that this rank sends.
-        begin: starts to reduce, and returns what finishes it, which waits for the other ranks.
+        begin: starts to reduce, and returns what finishes it, which waits for the other ranks; None if it is finished.
     """
 
     sent: SentBytes
-    begin: Callable[[], Callable[[], object]]
+    begin: Callable[[], Callable[[], object] | None]
 
 
 class HierarchicalAllReduce:
@@ -88,7 +88,8 @@ class HierarchicalAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous, or of a wrong dtype.
             RuntimeError: another rank has ended, or the time is up.
         """
-        self.plan(tensor, key, average=average).begin()()
+        if (finish := self.plan(tensor, key, average=average).begin()) is not None:
+            finish()
         return tensor
 
     def plan(self, tensor: Tensor, key: Hashable = None, *, average: bool = False) -> Plan:
@@ -100,11 +101,11 @@ class HierarchicalAllReduce:
         """
         inside, ring, compressed = self.inside, self._ring, None if key is None else self.compressed
         if not tensor.numel() or (inside is None and ring is None):
-            return Plan(SentBytes(0, 0), lambda: _nothing)
+            return Plan(SentBytes(0, 0), lambda: None)
         if ring is None:
             assert inside is not None
             # Within a host all ranks take each step together, so nothing can begin early.
-            return Plan(SentBytes(0, inside.sent_bytes(tensor)), _done_by(inside.plan(tensor, average=average)))
+            return Plan(SentBytes(0, inside.sent_bytes(tensor)), inside.plan(tensor, average=average))
         between = compressed or ring
         begin: Callable[..., Any] = ring.begin if compressed is None else partial(compressed.begin, key=key)
         if inside is None:
@@ -120,7 +121,7 @@ class HierarchicalAllReduce:
             inside.all_gather(flat, bounds=bounds)
 
         # Memory: its values of the others' shards, and the sums of its own shard.
-        return Plan(SentBytes(between.sent_bytes(flat[start:end]), flat.nbytes), _done_by(reduce))
+        return Plan(SentBytes(between.sent_bytes(flat[start:end]), flat.nbytes), reduce)
 
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.
@@ -175,15 +176,3 @@ class HierarchicalAllReduce:
         """Makes ranks that wait in shared memory raise; any thread may call it."""
         if self.inside is not None:
             self.inside.abort()
-
-
-def _nothing() -> None:
-    pass
-
-
-def _done_by(reduce: Callable[[], object]) -> Callable[[], Callable[[], object]]:
-    def begin() -> Callable[[], object]:
-        reduce()
-        return _nothing
-
-    return begin

@@ -44,6 +44,13 @@ def source_address(destination: str) -> str | None:
     return None
 
 
+def own_address(destination: str) -> str:
+    """This host's address for other hosts: that of GLOO_SOCKET_IFNAME if it is set, else of the route to them."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    found = [entry.address for entry in psutil.net_if_addrs().get(interface, []) if entry.family == socket.AF_INET]
+    return found[0] if found else source_address(destination) or ""
+
+
 def interface_towards(destination: str) -> str | None:
     """The name of the interface through which ``destination`` is reached ("eth0"), or None if unknown."""
     source = source_address(destination)

@@ -112,14 +112,9 @@ class RingAllReduce:
         group: a process group whose backend sends CPU tensors point to point (gloo, mpi); nothing else may use it
             for messages while a call is under way.
         segment_bytes: the most bytes in one message.
-
-    Raises:
-        ValueError: ``segment_bytes`` is below 1.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = DEFAULT_SEGMENT_BYTES) -> None:
-        if segment_bytes < 1:
-            raise ValueError(f"segment_bytes={segment_bytes}: a message must hold at least 1 byte")
         self.messages = Messages(group)
         self.rank, self.world_size = self.messages.rank, self.messages.world_size
         self.segment_bytes = segment_bytes

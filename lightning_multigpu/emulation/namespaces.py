@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lightning_multigpu.job.guardian.proc import refusal
-
 # The file is put where it can be written to for a moment: in this mount namespace nobody else sees it. At the end of
 # standard input, which also comes when the owner is killed, everything that runs in the namespace is killed.
 _HOLD = """
@@ -132,8 +130,7 @@ def starting(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hint = refusal(error)
-        raise HostsUnavailable(f"{what} cannot be started: {error}{hint and '; '}{hint}") from error
+        raise HostsUnavailable(f"{what} cannot be started: {error}") from error
 
 
 def _check_programs(**package_of: str) -> None:

@@ -52,7 +52,7 @@ def selected_layers(module: Module, choice: Choice) -> list[str]:
     all submodules. Of nested layers the outer one counts.
 
     Raises:
-        ValueError: nothing is selected, or an entry selects no submodule; the message lists submodules.
+        ValueError: nothing is selected, an entry selects no submodule, or a module around a layer is compiled.
     """
     parts = dict(module.named_modules())
     lists = tuple(
@@ -61,15 +61,25 @@ def selected_layers(module: Module, choice: Choice) -> list[str]:
         if isinstance(part, Sequential | ModuleList) and any(True for _ in part.parameters())
     )
     del parts[""]
-    has_forward = {name: not isinstance(part, ModuleList | ModuleDict) for name, part in parts.items()}
-    layers = _outermost(name for name in parts if name.startswith(lists) and has_forward[name])
+    layers = _outermost(
+        name for name, part in parts.items() if name.startswith(lists) and not isinstance(part, ModuleList | ModuleDict)
+    )
     owner = type(module).__name__
     if choice is True and not layers:
         raise ValueError(
             f"activation_checkpointing=True: no module of {owner} is an nn.Sequential or an nn.ModuleList with "
             f"parameters; pass classes or names of modules, such as {[*parts][:6]}"
         )
-    return layers if choice is True else _outermost(_matching(choice, parts, owner, layers or [*parts]))
+    if choice is not True:
+        layers = _outermost(_matching(choice, parts, owner, layers or [*parts]))
+    for name, part in parts.items():
+        inside = next((each for each in layers if each.startswith(f"{name}.")), None)
+        if inside and (part._compiled_call_impl is not None or "_orig_mod" in part._modules):
+            raise ValueError(
+                f"{name} is compiled as a whole, and activation_checkpointing runs {inside} inside of it by itself: "
+                "compile each layer with layer.compile(), or leave one of the two out"
+            )
+    return layers
 
 
 def _outermost(names: Iterable[str]) -> list[str]:
@@ -89,7 +99,7 @@ def layers_of(chain: str, layers: Sequence[tuple[str, Module]], choice: Choice) 
     """
     named = dict(layers)
     found = named if choice is True else _matching(choice, named, repr(chain), [*named])
-    return frozenset(index for index, name in enumerate(named) if name in found)
+    return frozenset(map([*named].index, found))
 
 
 def _matching(choice: Choice, parts: Mapping[str, Module], owner: str, shown: Sequence[str]) -> list[str]:
@@ -112,49 +122,26 @@ def _matching(choice: Choice, parts: Mapping[str, Module], owner: str, shown: Se
     return [name for name in parts if name in found]
 
 
-class Recomputation:
-    """Has backward compute layers of a module again, with their hooks.
+@contextmanager
+def recomputing(names: Sequence[str], *modules: Module) -> Iterator[None]:
+    """Within the block, a training step, layers of these names run so that backward, also after it, runs them again.
 
-    Raises:
-        ValueError: as for :func:`selected_layers`; or a module around a layer is compiled.
+    ``modules`` are the module, or copies of it. Within the block Hugging Face models cache no keys and values: a
+    layer's second run would find its own. Raises RecomputationError as :func:`recomputed`.
     """
 
-    def __init__(self, module: Module, choice: Choice) -> None:
-        self.names = selected_layers(module, choice)
-        for name, part in module.named_modules():
-            inside = next((each for each in self.names if name and each.startswith(f"{name}.")), None)
-            if inside and (part._compiled_call_impl is not None or "_orig_mod" in part._modules):
-                raise ValueError(
-                    f"{name} is compiled as a whole, and activation_checkpointing runs {inside} inside of it by "
-                    "itself: compile each layer with layer.compile(), or leave one of the two out"
-                )
+    def call(layer: Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        return recomputed(layer, own, args, kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
 
-    @contextmanager
-    def installed(self, *modules: Module) -> Iterator[None]:
-        """Within the block, a training step, layers run so that backward, also after the block, computes them again.
-
-        Within the block Hugging Face models cache no keys and values: a layer's second run would find its own.
-
-        Args:
-            modules: the module, or copies of it with layers of the same names.
-
-        Raises:
-            RecomputationError: as for :func:`recomputed`.
-        """
-        with ExitStack() as undo:
-            for module in modules:
-                for name in self.names:
-                    layer = module.get_submodule(name)
-                    call = partial(_call, layer, layer._compiled_call_impl or layer._call_impl)
-                    undo.enter_context(replaced(layer, _compiled_call_impl=call))  # instead of hooks and forward
-                for model in caching_models(module):
-                    hook = partial(without_cache, "the blocks under activation_checkpointing would find their own keys")
-                    undo.callback(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
-            yield
-
-
-def _call(layer: Module, own: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    return recomputed(layer, own, args, kwargs) if torch.is_grad_enabled() else own(*args, **kwargs)
+    hook = partial(without_cache, "the blocks under activation_checkpointing would find their own keys")
+    with ExitStack() as undo:
+        for module in modules if names else ():
+            for layer in map(module.get_submodule, names):  # ours instead of hooks and forward
+                again = partial(call, layer, layer._compiled_call_impl or layer._call_impl)
+                undo.enter_context(replaced(layer, _compiled_call_impl=again))
+            for model in caching_models(module):
+                undo.callback(model.register_forward_pre_hook(hook, prepend=True, with_kwargs=True).remove)
+        yield
 
 
 def recomputed(layer: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 from torch.nn import Module, ModuleList
 
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.replaced_attributes import replaced
-from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole_values
 
 
 def models_in(module: Module) -> dict[str, Module]:
@@ -62,37 +60,6 @@ def models_in_stages(module: Module) -> Iterator[None]:
             if callable(getattr(model, "generate", None)):
                 undo.enter_context(replaced(model, generate=_refuse_to_generate))
         yield
-
-
-@contextmanager
-def saving_whole(module: Module) -> Iterator[None]:
-    """Within the block ``save_pretrained`` of the Hugging Face models in a module writes whole tensors for parts.
-
-    It looks at the memory of tensors, and one rank writes; with parts it is a collective of the tensor group.
-    """
-    kinds = {kind for model in models_in(module).values() for kind in type(model).__mro__}
-    with ExitStack() as undo:
-        for kind in kinds:
-            if (save := vars(kind).get("save_pretrained")) is not None:
-                undo.callback(setattr, kind, "save_pretrained", save)
-                setattr(kind, "save_pretrained", _of_whole(save))  # noqa: B010
-        yield
-
-
-def _of_whole(save: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(save)
-    def save_pretrained(model: Module, *args: Any, **options: Any) -> Any:
-        if any(map(split_of, model.parameters())) and len(args) < 3:  # the third one is the state_dict
-            state = options.get("state_dict")
-            if state is None:
-                whole = {parameter: whole_values(parameter, "save_pretrained") for parameter in model.parameters()}
-                state = model.state_dict()
-                for name, parameter in model.named_parameters(remove_duplicate=False):
-                    state[name] = whole[parameter]  # tied ones are one
-            options["state_dict"] = whole_values(state, "save_pretrained")
-        return save(model, *args, **options)
-
-    return save_pretrained
 
 
 def caching_models(module: Module) -> list[Module]:

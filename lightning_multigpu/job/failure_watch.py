@@ -3,37 +3,32 @@
 A rank that raises reports to the guardian of its host and aborts its process groups. The guardians inform all other
 ranks, which abort their groups too, so that no rank waits in a group. Each of these ranks then raises the exception
 that :meth:`~lightning_multigpu.job.guardian.Failure.exception` makes from the text of the failure, or its own one if
-that is of the same class and line. The guardian prints the failure; see
-:mod:`lightning_multigpu.job.uncaught_errors`.
+that is of the same class and line. The guardian prints the failure when all ranks have left the run, and ends.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
-from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient, RankFailedError
+from lightning_multigpu.job.guardian import Failure, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
-from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.job.uncaught_errors import FailureReport, limit_exit, limit_later_exit, resume_advice
+from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, limit_later_exit, resume_advice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,7 +37,6 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 3.0
 _SETTLE_AFTER_SIGTERM_S = 1.0  # a launcher that sees a rank end may be faster with SIGTERM than the guardian
-_STARTS = re.compile(r"/(multiprocessing/popen_\w+|subprocess)\.py$")
 SIGTERM_STATUS = 128 + signal.SIGTERM  # as a shell reports the end by a signal
 _CONNECTION_LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket|gloo|nccl|timed out|timeout|abort|parameter server",
@@ -50,29 +44,17 @@ _CONNECTION_LOST = re.compile(
 )
 
 
-@dataclass
-class Kept:
-    """The connection of this process to its guardian, from its first run until a run has failed.
-
-    ``guardian`` is set if this process has started it; ``place`` is the run's address and number of ranks.
-    """
-
-    client: GuardianClient
-    guardian: Guardian | None
-    place: tuple[object, ...]
-    has_failed: bool = False
-
-
-KEPT: list[Kept] = []
+# The connection of this process to its guardian, from its first run until it has left a failed one.
+KEPT: list[GuardianClient] = []
 
 
 def leave_guardian() -> None:
     """Ends the connection to the guardian, which ends with the last one."""
     while KEPT:
-        kept = KEPT.pop()
-        kept.client.leave()
-        if kept.guardian is not None:
-            kept.guardian.stop()
+        client = KEPT.pop()
+        client.leave()
+        if client.started is not None:
+            client.started.stop()
 
 
 class FailureWatch:
@@ -93,7 +75,8 @@ class FailureWatch:
         self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
-        self._failed_s = 0.0
+        self._exit = FailedExit(0.0, 0.0)
+        self._trainer: pl.Trainer | None = None  # of a failed run that can be resumed
         self._hooks_follow = self._can_be_lost = False
 
     def begin(self, cut: Callable[[], object]) -> None:
@@ -134,23 +117,30 @@ class FailureWatch:
             self.signals.follow(signal.Signals(failure.signal) if failure.signal else None)
         self._abort()
 
-    def cut_loose(self) -> None:
-        """Ends this rank's waits in collectives: a signal has come, and the main thread does not act on it."""
-        if self._cut is not None:
-            sys.stderr.write("The rank waits in a collective, and acts on no signal: the wait is ended now.\n")
-        self._abort()
-
     def leave(self) -> None:
         """Ends the watch at the strategy's teardown; if hooks of a good run follow, :meth:`guarded` does."""
         if self.failed or not self._hooks_follow:
             self.stop()
 
     def stop(self) -> None:
-        """Ends the watch of this run: the end of this process is no failure until a rank begins the next run."""
+        """Ends the watch of this run: the end of this process is no failure until a rank begins the next run.
+
+        After a failure it waits until all ranks have left the run, and the guardian has printed the failure.
+        """
         client, self.client = self.client, None
-        if client is not None:
-            client.rest()
         self._cut, self._world_size = None, 0
+        if client is None:
+            return
+        if self.failure is None or self.is_lost:
+            client.rest()
+            return
+        advice = ""
+        with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure
+            advice = "" if self._trainer is None else resume_advice(last_checkpoint_of(self._trainer))
+        self._exit.is_printed = True  # also where a launcher ends this rank meanwhile
+        with contextlib.suppress(KeyboardInterrupt, SIGTERMException):
+            self._exit.is_printed = client.leave_failed_run(advice)
+        leave_guardian()
 
     def guarded(
         self, function: Callable[..., Any], args: Any, kwargs: Any, *, run: RunContext, trainer: pl.Trainer | None
@@ -171,28 +161,18 @@ class FailureWatch:
                     limit_later_exit(run.failure_timeout_s)
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
+            self._exit = FailedExit(run.failure_timeout_s, time.monotonic())
             failure = self.settle(error, run, step)
+            self._exit.is_printed = self.is_lost
             if trainer is not None and trainer.lightning_module is not None:
                 compute_alone(trainer.lightning_module)
+            self._trainer = trainer if run.node_rank == 0 and has_trained(trainer) else None
             if failure is None or not isinstance(error, Exception):
+                exit_after(error, self._exit)
                 raise
-            raise failure.exception() from None
-
-    def report(self, run: RunContext, trainer: pl.Trainer | None) -> FailureReport:
-        """What this rank prints about the failure, if nobody catches its exception."""
-        failure = self.failure
-        assert failure is not None
-        is_own = failure.rank == run.rank and bool(failure.traceback)  # without a traceback, the guardian has found it
-        # torchrun and SLURM end the first rank as soon as another one has failed, before it can print.
-        advises = run.node_rank == 0 or (is_own and not isinstance(run.environment, LightningEnvironment))
-        return FailureReport(
-            failure,
-            is_own,
-            # A terminal shows its prompt when the first rank has ended.
-            None if self.is_lost else partial(_print_failure, self.client, waits=run.local_rank == 0),
-            partial(last_checkpoint_of, trainer) if advises and not self.is_lost and has_trained(trainer) else None,
-            partial(limit_exit, run.failure_timeout_s, self._failed_s),
-        )
+            others = failure.exception()
+            exit_after(others, self._exit)
+            raise others from None
 
     @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
@@ -201,16 +181,13 @@ class FailureWatch:
         Returns:
             The failure of another rank, or None if ``error`` is this rank's own, also if another rank was first.
         """
-        self.failed, self._failed_s = True, time.monotonic()
-        self._hooks_follow = False
+        self.failed, self._hooks_follow = True, False
         if not isinstance(error, Exception):
             limit_later_exit(run.failure_timeout_s)
         patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
         other = self._verdict(patience_s)
-        if _may_be_of_a_start(error):
-            note_refusal(error, f"rank {run.rank}")
         own = Failure.of(error, rank=run.rank, step=step)
         if other is None:
             error.add_note(own.describe())
@@ -224,8 +201,6 @@ class FailureWatch:
         is_alike = other is None or own.is_alike(other)
         self.failure = own if other is None or (is_alike and other.rank == own.rank) else other
         self.is_lost = self._can_be_lost and other is None and not isinstance(error, KeyboardInterrupt)
-        for kept in KEPT:
-            kept.has_failed = not self.is_lost
         self._abort()
         return None if is_alike else other
 
@@ -268,16 +243,5 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
             sys.stderr.write(f"{advice}\n")
 
 
-def _print_failure(client: GuardianClient | None, advice: str, *, waits: bool) -> bool:
-    """Has the guardian print the failure; False without one."""
-    return client is not None and client.print_failure(advice, waits=waits)
-
-
 def _is_connection_loss(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(text_of(error)))
-
-
-def _may_be_of_a_start(error: BaseException) -> bool:
-    """Whether a process or a thread may have been about to start: files and locks have the same numbers of errors."""
-    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
-    return not isinstance(error, OSError) or any(map(_STARTS.search, files))

@@ -25,7 +25,7 @@ from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
 from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.rendezvous import Arrival, Limit, Rendezvous, RendezvousError, conflict, own_host
-from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, Kept, leave_guardian
+from lightning_multigpu.job.failure_watch import KEPT, FailureWatch, leave_guardian
 from lightning_multigpu.job.guardian import Failure, Guardian, GuardianClient
 from lightning_multigpu.job.guardian.host_links import node_name, silence
 from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job
@@ -88,14 +88,15 @@ class Joining:
         if not has_joined:
             self._attempt = _ATTEMPTS[where]
             _ATTEMPTS[where] += 1
-        self._has_met_hosts = bool(KEPT) and (has_joined or (not KEPT[0].has_failed and KEPT[0].place == place))
+        self._has_met_hosts = bool(KEPT) and (has_joined or KEPT[0].place == place)
         if self._has_met_hosts:
-            client = KEPT[0].client
+            client = KEPT[0]
             client.begin(self.watch.receive, failure_timeout_s=run.failure_timeout_s, hang_report_s=run.hang_report_s)
         else:
             leave_guardian()
             client, guardian = self._connected(run, guardian, address)
-            KEPT.append(Kept(client, guardian, place))
+            client.started, client.place = guardian, place
+            KEPT.append(client)
             if guardian is not None:
                 for rank, pid in started.items():
                     guardian.started(rank, pid)
@@ -199,14 +200,13 @@ class Joining:
         return rendezvous.group_store
 
 
-def start_guardian(run: RunContext, address: str | None = None, *, owner_stays: bool = False) -> Guardian:
+def start_guardian(run: RunContext, address: str | None = None) -> Guardian:
     """Starts the guardian of this host, at a random address for ranks that this process is about to start."""
     return Guardian.start(
         num_ranks=run.ranks_per_host,
         failure_timeout_s=run.failure_timeout_s,
         hang_report_s=run.hang_report_s,
         address=address,
-        owner_stays=owner_stays,
     )
 
 

@@ -33,7 +33,7 @@ AXES = ("data", "pipeline", "tensor")
 _ABORT_S = 5.0
 _COLLECTIVES = (
     *(f"lightning_multigpu/{name}.py" for name in ("communication/metered_group", "job/process_groups")),
-    *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "checkpoints")),
+    *(f"lightning_multigpu/strategies/{name}.py" for name in ("base", "pack_strategy")),
 )
 
 # One for the process, as the world's group: both outlive a run.

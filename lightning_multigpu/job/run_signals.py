@@ -15,8 +15,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +22,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import has_set_signal_handlers, restore_handler_at_teardown
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-_POLL_S = 0.25
+SAME_INTERRUPT_S = 0.3  # `timeout` and some wrappers signal the process and its group
 _SAME_TERMINATION_S = 0.9  # torchrun and srun send SIGTERM once more to ranks that a scheduler has signalled
-_MAIN_THREAD_S = 1.0  # in which a main thread that runs Python code acts on a signal
 _ERRORS = {KeyboardInterrupt: signal.SIGINT, SIGTERMException: signal.SIGTERM}
 
 
@@ -47,10 +43,8 @@ class RunSignals:
         due: bits of the signals that some process of the job has received, and all processes know.
         waits: whether ranks will agree on another batch. If not, SIGINT and SIGTERM act at once.
         agreed: bits of the signals that all ranks have acted on together.
-        patience_s: how long SIGINT and SIGTERM wait for the agreement; then they act on this rank only.
-        on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT, and at the second
-            SIGTERM.
-        on_stuck: ends the waits in collectives of a main thread that does not act on a signal.
+        on_signal: called with the exit status of the job and 1, 2... at the first, second... SIGINT or SIGTERM; with 0
+            when the rank acts on one. The guardian ends the wait for a common batch if that does not come in time.
     """
 
     def __init__(self) -> None:
@@ -62,29 +56,18 @@ class RunSignals:
         self.received = self.due = self.agreed = self._alone = 0
         self.waits = True
         self._signals = signals
-        self.patience_s = float("inf")
         self.on_signal: Callable[[int, int], None] | None = None
-        self.on_stuck: Callable[[], object] | None = None
         self._handlers: dict[signal.Signals, Any] = {}
         self._last_s: dict[signal.Signals, float] = {}
         self._numbers: Counter[signal.Signals] = Counter()
-        self._steps: list[tuple[float, Callable[[], object]]] = []  # what follows, and when, unless this rank acts
         self._followed: signal.Signals | None = None
         self._own: set[signal.Signals] = set()  # signals of this object, which are not counted
         self._process = os.getpid()
 
-    def begin(
-        self,
-        environment: Any,
-        *,
-        patience_s: float,
-        on_signal: Callable[[int, int], None],
-        on_stuck: Callable[[], object],
-    ) -> bool:
-        """Defers SIGINT from now on; workers that loaders fork later ignore it.
+    def begin(self, environment: Any, on_signal: Callable[[int, int], None]) -> None:
+        """Defers SIGINT, unless the user's program handles it; workers that loaders fork later ignore it.
 
-        Returns False if the user's program has a handler for SIGINT: it is left alone. ``environment`` is Lightning's
-        cluster environment, which detects SLURM. See the attributes for the other arguments.
+        ``environment`` is Lightning's cluster environment, which detects SLURM.
         """
         signals = [signal.SIGTERM]
         requeue = getattr(environment, "requeue_signal", None)
@@ -94,13 +77,11 @@ class RunSignals:
         if is_ours:
             signals.append(signal.SIGINT)
         self.defer(signals)
-        self.patience_s, self.on_signal, self.on_stuck = patience_s, on_signal, on_stuck
-        self.waits = False
+        self.on_signal, self.waits = on_signal, False
         if is_ours:
             self.hold(signal.SIGINT)
         self._watch = _Watch(self)
         self._watch.start()
-        return is_ours
 
     def stage_starts(self, trainer: pl.Trainer, *, training: bool = False) -> None:
         """Defers the other signals too, once Lightning has set its handlers: a Tuner trains before that."""
@@ -129,7 +110,9 @@ class RunSignals:
 
     def act(self) -> None:
         """Calls the replaced handlers of all signals that are due; all ranks do so together."""
-        due, self.due, self._steps = self.due, 0, []
+        due, self.due = self.due, 0
+        if due:
+            self._tell(0, 0)
         self.received &= ~due
         self.agreed |= due
         for signum in self._signals:
@@ -142,24 +125,11 @@ class RunSignals:
         return signum in self._signals and bool(self.agreed & self._bit(signum))
 
     def follow(self, signum: signal.Signals | None) -> None:
-        """Acts on a signal alone, or as another rank has done, if one has; called in another thread than the main one.
-
-        The main thread acts as soon as it runs Python code. If it waits in a collective, the wait is ended a second
-        later; a process that does not leave another wait either is ended after ``patience_s`` more.
-        """
+        """Acts on a signal alone, as soon as the main thread runs Python code; called in another thread."""
         if signum is not None and signum in self._signals and signal.getsignal(signum) == self._note:
-            stuck_s = time.monotonic() + _MAIN_THREAD_S
-            stuck = [] if self.on_stuck is None else [(stuck_s, self.on_stuck)]
-            self._steps = [*stuck, (stuck_s + self.patience_s, partial(os._exit, 128 + signum))]
             self._followed = signum
             self._own.add(signum)
             _thread.interrupt_main(signum)
-
-    def push(self) -> None:
-        """Takes the steps whose time has come; called from time to time, in another thread than the main one."""
-        steps = self._steps
-        while steps and time.monotonic() > steps[0][0]:
-            steps.pop(0)[1]()
 
     def count(self, number: int) -> None:
         """Counts a signal; called by the thread that sees it arrive, or else by the handler."""
@@ -173,11 +143,8 @@ class RunSignals:
         if now_s - last_s < (_SAME_TERMINATION_S if signum == signal.SIGTERM else SAME_INTERRUPT_S):
             return
         self._numbers[signum] += 1
-        if signum in _ERRORS.values() and not self._steps and not self._bit(signum) & (self.agreed | self._alone):
-            self._steps = [(now_s + self.patience_s, partial(self.follow, signum))]
-        ends = signum == signal.SIGINT or (signum == signal.SIGTERM and self._numbers[signum] > 1)
-        if ends and self.on_signal is not None:
-            self.on_signal(128 + signum, self._numbers[signum])  # the status of a shell
+        if signum in _ERRORS.values():
+            self._tell(signum, self._numbers[signum])
 
     def hold(self, *only: signal.Signals) -> None:
         """Replaces the signals' handlers, by default all; only the main thread can, other threads do nothing."""
@@ -197,7 +164,7 @@ class RunSignals:
             self._watch.stop()
             self._watch = None
         left, self.received = self.received & ~self.agreed, 0  # a rank that acts signals its children once more
-        handlers, self._handlers, self._steps = self._handlers, {}, []
+        handlers, self._handlers = self._handlers, {}
         for signum, handler in handlers.items():
             if signal.getsignal(signum) == self._note:
                 signal.signal(signum, handler)
@@ -205,6 +172,10 @@ class RunSignals:
         for bit, signum in enumerate(signals):
             if left & 1 << bit and callable(handlers.get(signum)):
                 handlers[signum](signum, None)
+
+    def _tell(self, signum: int, number: int) -> None:
+        if self.on_signal is not None:
+            self.on_signal(128 + signum, number)  # the status of a shell
 
     def _bit(self, signum: signal.Signals) -> int:
         return 1 << self._signals.index(signum)
@@ -231,7 +202,7 @@ class RunSignals:
         """Acts without the other ranks; they learn of it as of an exception, so no handler may wait for them."""
         if number not in _ERRORS.values():
             return
-        self._steps = []
+        self._tell(number, 0)
         self._alone |= self._bit(number)
         self.received &= ~self._alone
         if number == signal.SIGTERM:
@@ -244,7 +215,7 @@ class RunSignals:
 
 
 class _Watch(threading.Thread):
-    """Counts signals as they arrive, also while the main thread waits in C code; acts on those that wait too long.
+    """Counts signals as they arrive, also while the main thread waits in C code.
 
     Python's C handler writes each signal's number to a socket at once; the handlers in Python run in the main thread.
     """
@@ -253,7 +224,6 @@ class _Watch(threading.Thread):
         super().__init__(name="signal-watch", daemon=True)
         self._signals = signals
         self._reader, self._writer = socket.socketpair()
-        self._reader.settimeout(_POLL_S)
         self._writer.setblocking(False)
         self.sees_arrivals = _send_arrivals(self._writer.fileno())
 
@@ -261,10 +231,8 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         arrived = b""
         while 0 not in arrived:
-            with suppress(TimeoutError):
-                for number in (arrived := self._reader.recv(256)):
-                    self._signals.count(number)
-            self._signals.push()
+            for number in (arrived := self._reader.recv(256)):
+                self._signals.count(number)
 
     def stop(self) -> None:
         self._writer.send(b"\0")  # no signal has this number

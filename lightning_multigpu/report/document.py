@@ -8,14 +8,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any
 
-from lightning_multigpu.planning.diagnosis import Finding, diagnose
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import RankFigures
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.planning.strategy_options import StrategyOptions
+from lightning_multigpu.report.diagnosis import Finding, diagnose
 from lightning_multigpu.report.pipelines import TimedPipeline, timed_pipelines
+from lightning_multigpu.report.rank_figures import RankFigures
 from lightning_multigpu.report.schema import ReportError, from_json
 from lightning_multigpu.report.statistics import Aggregation, Statistics, aggregate_ranks
 
@@ -34,41 +34,21 @@ class TrainedModel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """The host of rank 0; ``gpus`` has its GPUs under "cuda"."""
-
-    device: Literal["cpu", "cuda"]
-    threads_per_rank: int
-    processor: str
-    cores: int
-    usable_cores: int
-    memory_bytes: int
-    gpus: Sequence[str]
-    system: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunFacts:
     """What ran, and on what.
 
     Attributes:
         date: start of the fit, "2026-11-22T12:00:00Z".
         wall_s: seconds of the fit, validation included.
+        hardware: of the host of rank 0: "device" ("cpu" or "cuda"), "threads_per_rank", "processor", "cores",
+            "usable_cores", "memory_bytes", "gpus" (names, under "cuda") and "system".
     """
 
     date: str
     wall_s: float
     model: TrainedModel
     precision: str
-    hardware: Hardware
-
-
-@dataclass(frozen=True, kw_only=True)
-class NamedStrategy:
-    """The name to pass to ``Trainer(strategy=...)``, and the options that are not at their default."""
-
-    name: str
-    options: Mapping[str, Any]
+    hardware: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,43 +112,6 @@ class HeldMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerFigures:
-    """A parameter server: bytes of its shards of the weights."""
-
-    server: int
-    weights_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Staleness:
-    """The number of updates that other ranks made between a rank's pull of the weights and its update."""
-
-    median: int
-    p95: int
-    max: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class WorkerFigures:
-    """The updates of a rank under async_ps."""
-
-    rank: int
-    updates: int
-    staleness: Staleness
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServersSection:
-    """Parameter servers, from their start to the end of training.
-
-    ``workers`` is empty except under ``async_ps``. A rank that was lost is in ``workers`` and not in ``ranks``.
-    """
-
-    servers: Sequence[ServerFigures]
-    workers: Sequence[WorkerFigures]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Profile:
     """Profiled optimizer steps, and what would make them shorter.
 
@@ -204,6 +147,7 @@ class RunDocument(RunFacts):
     """``multigpu_report.json``, version 2.
 
     Attributes:
+        strategy: "name", to pass to ``Trainer(strategy=...)``, and "options", those that are not at their default.
         versions: of the software, by name.
         steps: optimizer steps of the fit; under ``async_ps`` the sum of the ranks' steps.
         ranks: one a rank, in rank order.
@@ -213,13 +157,16 @@ class RunDocument(RunFacts):
         communication_ms: the parts of ``communication/total_ms`` by purpose, means over the steps but the first and
             over the ranks; parts that overlap in time add up to more than the total. Only where a meter measured.
         memory: one a rank.
-        parameter_servers: only where servers made the updates.
+        parameter_servers: only where servers made the updates: "servers", each with "server" and the "weights_bytes" of
+            its shards; and under ``async_ps`` "workers", each with "rank", "updates", and the "median", "p95" and "max"
+            of its "staleness": the updates that other ranks made between its pull of the weights and its update. A
+            rank that was lost is in "workers" and not in ``ranks``.
         tensor_split: only where layers were split over ranks.
         profile: only of a ProfilerReport.
     """
 
     schema_version: int = SCHEMA_VERSION
-    strategy: NamedStrategy
+    strategy: Mapping[str, Any]
     world: ReportedWorld
     versions: Mapping[str, str]
     steps: int
@@ -228,7 +175,7 @@ class RunDocument(RunFacts):
     global_batch: int | None = None
     communication_ms: Mapping[str, float] | None = None
     memory: Sequence[HeldMemory] | None = None
-    parameter_servers: ServersSection | None = None
+    parameter_servers: Mapping[str, Any] | None = None
     tensor_split: SplitPlan | None = None
     profile: Profile | None = None
 
@@ -257,26 +204,21 @@ def build(
     records: Sequence[RankRecord],
     facts: RunFacts,
     *,
-    strategy: NamedStrategy,
+    strategy: Mapping[str, Any],
     versions: Mapping[str, str],
     aggregations: Mapping[str, Aggregation],
-    parameter_servers: ServersSection | None = None,
+    parameter_servers: Mapping[str, Any] | None = None,
     tensor_split: SplitPlan | None = None,
-    strategy_options: StrategyOptions = StrategyOptions(),  # noqa: B008
+    all_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunDocument:
     """The report of a run, from one record a rank in any order, and other fields of :class:`RunDocument`.
 
     ``aggregations`` say how each key's values become the run's; the keys of the report come in this order.
-    ``strategy_options`` are those that remedies name. There is a profile if each rank has profiled a step.
-
-    Raises:
-        ValueError: there is no record, two have the same rank, or one is missing of a synchronous run.
+    ``all_options`` are the strategy's, which remedies may change. There is a profile if each rank has profiled a step.
     """
     in_order = sorted(records, key=lambda record: record.rank)
     ranks = [record.rank for record in in_order]
-    is_asynchronous = bool(parameter_servers and parameter_servers.workers)  # then ranks may be lost
-    if not ranks or ranks != (sorted({*ranks}) if is_asynchronous else list(range(len(ranks)))):
-        raise ValueError(f"ranks={ranks}: a report needs one record of each rank from 0 on")
+    is_asynchronous = bool(parameter_servers and parameter_servers["workers"])  # then ranks may be lost
     hosts: dict[int, str] = {}
     for record in in_order:
         hosts.setdefault(record.node, record.host)
@@ -305,24 +247,17 @@ def build(
         memory=held if len(held) == len(ranks) else None,
         parameter_servers=parameter_servers,
         tensor_split=tensor_split,
-        profile=_profile(in_order, parameter_servers, strategy_options),
+        profile=_profile(in_order, is_asynchronous, all_options),
     )
 
 
-def _profile(
-    records: Sequence[RankRecord], servers: ServersSection | None, strategy: StrategyOptions
-) -> Profile | None:
+def _profile(records: Sequence[RankRecord], is_asynchronous: bool, options: Mapping[str, Any]) -> Profile | None:
     ranks = [record.profiled for record in records if record.profiled is not None and record.profiled.steps]
     if len(ranks) < len(records):
         return None
     pipelines = timed_pipelines([(each.rank, each.node, each.stages) for each in records if each.stages is not None])
-    findings = diagnose(
-        ranks,
-        pipeline=pipelines[0].figures() if pipelines else None,
-        shards=[server.weights_bytes for server in servers.servers] if servers else [],
-        strategy=strategy,
-        asynchronous=bool(servers and servers.workers),  # they alone have a staleness
-    )
+    pipeline = pipelines[0].figures() if pipelines else None
+    findings = diagnose(ranks, pipeline=pipeline, options=options, asynchronous=is_asynchronous)
     step_s = max(rank.step_s for rank in ranks)
     return Profile(step_s=step_s, ranks=ranks, findings=findings, pipelines=pipelines)
 

@@ -1,4 +1,4 @@
-"""Documents as dataclasses: writing them as JSON, reading them back, and their JSON schema.
+"""Documents as dataclasses: writing them as JSON, and reading them back.
 
 ================================  =========================================================
 a dataclass                       an object, whose keys are the fields
@@ -19,12 +19,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
 _LARGEST_INTEGER = 2**64  # beyond floats Python's integers overflow where they are divided
-_SCALARS: dict[Any, tuple[str, tuple[type, ...]]] = {
-    bool: ("boolean", (bool,)),
-    int: ("integer", (int,)),
-    float: ("number", (int, float)),
-    str: ("string", (str,)),
-}
+_SCALARS: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (int,), float: (int, float), str: (str,)}
 
 
 class ReportError(ValueError):
@@ -58,24 +53,11 @@ def from_json(kind: type[_T], value: Any, place: str = "the document") -> _T:
     return found
 
 
-def json_schema(kind: type) -> dict[str, Any]:
-    """The JSON schema of a document, as an object of JSON."""
-    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": kind.__name__, **_schema(kind)}
-
-
 @functools.cache
 def _fields(kind: Any) -> list[tuple[str, Field[Any], Any]]:
     """Key, field and type of each field; a keyword of Python as a key has an underscore behind it as a field."""
     hints = get_type_hints(kind)
     return [(each.name.rstrip("_"), each, hints[each.name]) for each in fields(kind)]
-
-
-def _is_required(each: Field[Any]) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
-
-
-def _is_named_tuple(kind: Any) -> bool:
-    return isinstance(kind, type) and issubclass(kind, tuple)
 
 
 def _read(kind: Any, value: Any, place: str) -> Any:
@@ -85,7 +67,7 @@ def _read(kind: Any, value: Any, place: str) -> Any:
     if NoneType in inner:
         return None if value is None else _read(inner[0], value, place)
     if kind in _SCALARS:
-        is_wrong = not isinstance(value, _SCALARS[kind][1]) or isinstance(value, bool) != (kind is bool)
+        is_wrong = not isinstance(value, _SCALARS[kind]) or isinstance(value, bool) != (kind is bool)
         if is_wrong or (kind is float and isinstance(value, float) and not math.isfinite(value)):
             raise _wrong(place, value, kind.__name__)
         if kind in (int, float) and isinstance(value, int) and abs(value) > _LARGEST_INTEGER:
@@ -100,14 +82,14 @@ def _read(kind: Any, value: Any, place: str) -> Any:
             raise _wrong(place, value, "an object")
         if origin in (dict, Mapping):
             return {inner[0](key): _read(inner[1], item, f"{place}, {key}") for key, item in value.items()}
-        lacking = [key for key, each, _ in _fields(kind) if key not in value and _is_required(each)]
-        if lacking:
-            raise ReportError(f"{place} has no {lacking[0]!r}")
+        for key, each, _ in _fields(kind):
+            if key not in value and each.default is MISSING and each.default_factory is MISSING:
+                raise ReportError(f"{place} has no {key!r}")
         found = {each.name: _read(t, value[key], f"{place}, {key}") for key, each, t in _fields(kind) if key in value}
         return kind(**found)
     if not isinstance(value, list | tuple):
         raise _wrong(place, value, "an array")
-    if _is_named_tuple(kind):
+    if isinstance(kind, type) and issubclass(kind, tuple):
         types = get_type_hints(kind).values()
         if len(value) != len(types):
             raise _wrong(place, value, f"an array of {len(types)}")
@@ -118,25 +100,3 @@ def _read(kind: Any, value: Any, place: str) -> Any:
 
 def _wrong(place: str, value: Any, expected: str) -> ReportError:
     return ReportError(f"{place} is {value!r:.80} and not {expected}")
-
-
-def _schema(kind: Any) -> dict[str, Any]:
-    origin, inner = get_origin(kind), get_args(kind)
-    if kind is Any:
-        return {}
-    if NoneType in inner:  # the type of the value where its key is in the document
-        return _schema(inner[0])
-    if kind in _SCALARS:
-        return {"type": _SCALARS[kind][0]}
-    if origin is Literal:
-        return {"enum": list(inner)}
-    if origin in (dict, Mapping):
-        return {"type": "object", "additionalProperties": _schema(inner[1])}
-    if is_dataclass(kind):
-        own = _fields(kind)  # type: ignore[arg-type]
-        properties = {key: _schema(inner) for key, _, inner in own}
-        return {"type": "object", "properties": properties, "required": [k for k, each, _ in own if _is_required(each)]}
-    if _is_named_tuple(kind):
-        items = [_schema(each) for each in get_type_hints(kind).values()]
-        return {"type": "array", "prefixItems": items, "minItems": len(items), "items": False}
-    return {"type": "array", "items": _schema(inner[0])}

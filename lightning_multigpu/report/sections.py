@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.planning.diagnosis import Finding
 from lightning_multigpu.planning.numbers import BYTES, ms, number, size
 from lightning_multigpu.planning.pipelines.timeline import bubble, usage
-from lightning_multigpu.planning.rank_figures import RankFigures
-from lightning_multigpu.planning.step_phases import PHASES
 from lightning_multigpu.report import colours
+from lightning_multigpu.report.diagnosis import Finding
 from lightning_multigpu.report.document import Profile, RunDocument
+from lightning_multigpu.report.rank_figures import PHASES, RankFigures
 
 SPLIT_LAYERS = "split layers: "
 """The beginning of the purposes of collectives inside layers that are split over ranks."""
@@ -101,7 +100,7 @@ def title(report: RunDocument) -> str:
             *([] if profile is None else [f"{ms(profile.step_s)} a step (median of {profile.shown.steps})"]),
         ]
     )
-    return f"{report.strategy.name}: {many}"
+    return f"{report.strategy['name']}: {many}"
 
 
 def verdict(report: RunDocument) -> list[str]:
@@ -166,15 +165,13 @@ def sections(report: RunDocument) -> Iterator[Section]:
     if report.profile is not None:
         yield from _phases(report.profile)
         yield from _schedule(report.profile)
-        yield from _transfers(report.profile, report.strategy.name)
+        yield from _transfers(report.profile, report.strategy["name"])
     for of_run in (_whole_run, _memory, _staleness):
         yield from of_run(report)
-    if report.profile is not None:
-        yield from _operators(report.profile)
 
 
 def _phases(profile: Profile) -> Iterator[Section]:
-    used = _used_phases([profile])
+    used = [phase for phase in PHASES if any(phase in rank.phases_s for rank in profile.ranks)]
     rows = []
     for rank in profile.ranks:
         times_s = [*(rank.of(phase) for phase in used), rank.step_s, rank.hidden_s]
@@ -186,10 +183,6 @@ def _phases(profile: Profile) -> Iterator[Section]:
         bars={f"rank {rank.rank}": rank.phases_s for rank in profile.ranks},
         colours={phase: PHASE_COLOURS[phase] for phase in used},
     )
-
-
-def _used_phases(profiles: Sequence[Profile]) -> list[str]:
-    return [phase for phase in PHASES if any(phase in rank.phases_s for each in profiles for rank in each.ranks)]
 
 
 def _schedule(profile: Profile) -> Iterator[Section]:
@@ -257,7 +250,7 @@ def _memory(report: RunDocument) -> Iterator[Section]:
 
 def _whole_run(report: RunDocument) -> Iterator[Section]:
     rows = []
-    for key, (name, unit) in {**_RUN_FIGURES, **_OF_DEVICE[report.hardware.device]}.items():
+    for key, (name, unit) in {**_RUN_FIGURES, **_OF_DEVICE[report.hardware["device"]]}.items():
         if (statistics := report.aggregate.metrics.get(key)) is not None:
             scales = BYTES if unit == "bytes" else ()
             unit, factor = next((each for each in scales if abs(statistics["median"]) >= each[1]), (unit, 1.0))
@@ -284,10 +277,9 @@ def _purposes(purposes: Mapping[str, float]) -> str:
 
 
 def _staleness(report: RunDocument) -> Iterator[Section]:
-    servers = report.parameter_servers
     rows = [
-        [str(each) for each in (w.rank, w.updates, w.staleness.median, w.staleness.p95, w.staleness.max)]
-        for w in (servers.workers if servers else ())
+        [str(each) for each in (w["rank"], w["updates"], *(w["staleness"][key] for key in ("median", "p95", "max")))]
+        for w in (report.parameter_servers or {}).get("workers", ())
     ]
     if rows:
         yield Section(
@@ -295,60 +287,6 @@ def _staleness(report: RunDocument) -> Iterator[Section]:
             table=[["rank", "updates", "median", "95 % at most", "largest"], *rows],
             note="updates that other ranks made between a rank's pull of the weights and its update",
         )
-
-
-def _operators(profile: Profile) -> Iterator[Section]:
-    operators = profile.ranks[0].operators
-    if operators:
-        shown = 4 if any(each.gpu_s for each in operators) else 3  # no GPU, no column
-        rows = [["operator", "calls", "on the CPU", "on the GPU"]]
-        rows += [[name, f"{calls}", ms(cpu_s), ms(gpu_s)] for name, calls, cpu_s, gpu_s in operators]
-        traces = [f"{rank.trace} (rank {rank.rank} on {rank.host})" for rank in profile.ranks if rank.trace is not None]
-        yield Section(
-            title="Operators of a step on rank 0, by their own time",
-            table=[row[:shown] for row in rows],
-            note="\n".join(traces and ["Their timelines; https://ui.perfetto.dev opens several at once:", *traces]),
-        )
-
-
-def comparison(reports: Mapping[str, RunDocument]) -> list[list[str]]:
-    """A header, and a row for each run: samples a second, step, first finding, and phases of the rank that it shows.
-
-    Steps have more samples under some strategies than under others: samples a second tell which is faster.
-    """
-    used = _used_phases([report.profile for report in reports.values() if report.profile is not None])
-    # What the runs are compared for is first: a phone shows three columns.
-    rows = [["run", "samples/s", "step", "diagnosis", *map(words, used), "strategy"]]
-    for name, report in reports.items():
-        rate, profile = _median(report, SAMPLES), report.profile
-        step_s = _median(report, STEP) / 1e3 if profile is None else profile.step_s
-        found = "nothing found" if profile is not None else "no profile"
-        rows.append(
-            [
-                name,
-                number(rate) if rate else "-",
-                ms(step_s) if step_s else "-",
-                profile.findings[0].kind if profile is not None and profile.findings else found,
-                *("-" if profile is None else ms(profile.shown.of(phase)) for phase in used),
-                report.strategy.name,
-            ]
-        )
-    return rows
-
-
-def _median(report: RunDocument, key: str) -> float:
-    """The median over the whole run, of all ranks together; 0 where it was not measured."""
-    return report.aggregate.metrics.get(key, {}).get("median", 0.0)
-
-
-def fastest(reports: Mapping[str, RunDocument]) -> list[str]:
-    """The verdict of a comparison, by the names of the runs; empty where fewer than two have the figure."""
-    rates = {name: rate for name, report in reports.items() if (rate := _median(report, SAMPLES))}
-    if len(rates) < 2:
-        return []
-    first, second, *_ = sorted(rates, key=lambda name: -rates[name])
-    times = rates[first] / rates[second]
-    return [f"{first} is fastest: {number(rates[first])} samples/s, {times:.2f} times those of {second}."]
 
 
 def _many(count: int, noun: str) -> str:

@@ -18,7 +18,7 @@ STATISTICS = ("median", "p95", "mean", "last")
 class Series:
     """The values of one figure, in order, in bounded memory.
 
-    Mean, last and largest value are of all values; median and 95th percentile are of the newest ``capacity`` values.
+    Mean and last value are of all values; median and 95th percentile are of the newest ``capacity`` values.
 
     Args:
         warm_up: how many of the first values are left out, as long as others follow: the first optimizer step of a run
@@ -29,8 +29,6 @@ class Series:
     def __init__(self, *, warm_up: int = 0, capacity: int = 1 << 16) -> None:
         self.values: deque[float] = deque(maxlen=capacity)
         """The newest values, those of the warm-up included while there is no other."""
-        self.largest = -math.inf
-        """The largest of all values, those of the warm-up included while there is no other."""
         self._warm_up = warm_up
         self._count = 0
         self._weighted_sum = 0.0
@@ -54,10 +52,9 @@ class Series:
             raise ValueError(f"weight={weight}: a weight is above 0")
         if self._count == self._warm_up:
             self.values.clear()
-            self.largest, self._weighted_sum, self._weight = -math.inf, 0.0, 0.0
+            self._weighted_sum, self._weight = 0.0, 0.0
         self._count += 1
         self.values.append(value)
-        self.largest = max(self.largest, value)
         self._weighted_sum += value * weight
         self._weight += weight
 

@@ -38,11 +38,6 @@ def text(report: RunDocument | Mapping[str, Any]) -> str:
     return "\n".join([*lines, *([] if report.profile is None else _diagnosis(report.profile))])
 
 
-def comparison(reports: Mapping[str, RunDocument]) -> str:
-    """The fastest run, and a row for each run."""
-    return "\n".join([*sections.fastest(reports), *columns(sections.comparison(reports), "left", "right")])
-
-
 def _diagnosis(profile: Profile) -> list[str]:
     lines = ["", "What would make a step shorter, the largest saving first:"]
     if not profile.findings:

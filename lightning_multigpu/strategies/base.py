@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
@@ -14,7 +15,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -48,12 +49,13 @@ from lightning_multigpu.job.launchers.spawn_launcher import SpawnLauncher
 from lightning_multigpu.job.process_groups import ProcessGroups, metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import RunSignals
+from lightning_multigpu.placement.owned_step import OwnedStep
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
-from lightning_multigpu.strategies.steps.dry_run import ShareProof, check_takes_batch
+from lightning_multigpu.strategies.run_view import RunView
+from lightning_multigpu.strategies.steps.dry_run import check_share, check_takes_batch
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
@@ -64,6 +66,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+_CHECKED = {0, *(10**power for power in range(12))}  # batches of a fit in which ranks compare their parameters
 
 
 class MultiGPUStrategy(PackStrategy, ParallelStrategy):
@@ -103,8 +106,9 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             have to add up to those of the batch, as they do unless the loss couples the samples of a batch; see
             :class:`.PartsCheck`. 0 compares nothing. Has no effect in manual optimization.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
-            the same values; a difference raises an error that names the parameters and the ranks. None checks at the
-            end of a fit only, 0 never. A check reads all parameters once.
+            the same values; a difference raises an error that names the parameters and the ranks. Data parallel ranks
+            also check batches 0, 1, 10, 100 and so on, and all ranks check at the end of a fit; 0 checks nothing. A
+            check reads all parameters once.
         activation_checkpointing: layers that backward computes again instead of keeping their activations: True for
             the layers of each ``nn.Sequential`` and ``nn.ModuleList`` that is in no other one (in a pipeline, for its
             layers); or a list of classes, names of classes, and names of modules. Random numbers are drawn again.
@@ -114,14 +118,11 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             ``verify_steps``, in training and on all ranks, the gradients do not add up.
     """
 
-    devices_per_rank = 1
     starts_ranks = True
     pipeline_parallel_size = 1
     tensor_parallel_size = 1
     name_with_spawn: ClassVar[str | None] = None
     """The registered name, if there is one, under which this strategy spawns its ranks."""
-    _maps_checkpoints = False
-    """Whether a rank keeps a part of a checkpoint only, and so reads no more of the file."""
 
     def __init__(
         self,
@@ -170,8 +171,8 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self._start_method: StartMethod = start_method
         self.check_replicas_every = check_replicas_every_n_steps
         self.steps = UserSteps(self.feed, activation_checkpointing)
-        self.share_proof = ShareProof(self, verify_steps)
-        self.saves = RunCheckpoints(self)
+        self.verify_steps = verify_steps
+        self._left_to_verify = 0
         self.owned = OwnedOptimizers()
         self._undo = ExitStack()  # of a run
         self._accumulates = False
@@ -181,7 +182,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         """Forgets what ranks have in common during a run.
 
         Sets:
-            values: what ranks compare at each batch.
+            values: the settings that ranks compare at each batch.
             buffers: keeps the module's buffers equal; None where a family does not.
             reducer: averages gradients over the data axis; None where a family moves them otherwise.
             given: averages gradients that the user's code puts in place; None if it can put none.
@@ -192,7 +193,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.reducer: GradientReducer | None = None
         self.given: GivenGradients | None = None
         self._trained: TrainedParameters | None = None
-        self._steps_unchecked = 0
+        self._steps_unchecked = self._batches = 0
 
     @classmethod
     def option_names(cls) -> list[str]:
@@ -201,32 +202,35 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         names = (name for each in strategies for name in option_checks.options_of(each, eval_str=False))
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
-    # What callbacks ask, beside Lightning's own interface and PackStrategy's answers
+    # What callbacks ask
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
         return {
+            "start_method": self._start_method,
             "uneven_inputs": self.feed.uneven_inputs,
             "loss_reduction": self.feed.loss_reduction,
-            "verify_steps": self.share_proof.num_steps,
+            "verify_steps": self.verify_steps,
             "check_replicas_every_n_steps": self.check_replicas_every,
             "activation_checkpointing": self.steps.recomputed,
         }
 
-    @property
-    def owns_batch(self) -> bool:
-        """False if this rank's batch does not count: a copy of another rank's, or a repeated one of weight 0."""
-        return self.feed.counts and self.global_rank % self._model_parallel_size == 0
+    @override
+    def run_view(self) -> RunView:
+        return replace(
+            super().run_view(),
+            data_ranks=self.data_parallel_size,
+            owns_batch=lambda: self.feed.counts and self.global_rank % self._model_parallel_size == 0,
+            is_common=self.signals.agreed_on,
+            gather=self.gather_objects,
+        )
 
     @property
     def loss_scale(self) -> float:
         """The factor of this rank's loss that makes the mean over ranks the loss of one device."""
         return self.feed.loss_scale
-
-    def is_common(self, error: BaseException) -> bool:
-        """True if all ranks have raised ``error`` at the same batch, so that collectives still work."""
-        return self.signals.agreed_on(error)
 
     # The mesh
 
@@ -417,7 +421,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         module, is_fit = trainer.lightning_module, trainer.state.fn == TrainerFn.FITTING
         if self.data_parallel_size > 1 and is_fit:
             check_embeddings(module)
-        if is_fit and (self.tensor_parallel_size > 1 or self.share_proof.num_steps):
+        if is_fit and (self.tensor_parallel_size > 1 or self.verify_steps):
             check_takes_batch(module)
         if not is_overridden("configure_model", module):  # it makes the layers later
             if is_fit:
@@ -462,14 +466,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         watch.joined(groups.cut, run.world_size)
         self.meter.notes, client = watch.flight_recorder, watch.client
         assert client is not None
-        counts = self.signals.begin(
-            run.environment,
-            patience_s=run.failure_timeout_s,
-            on_signal=client.signalled,
-            on_stuck=watch.cut_loose,
-        )
-        if counts:
-            client.counts_interrupts()
+        self.signals.begin(run.environment, client.signalled)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -477,7 +474,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         super().setup(trainer)
         self._watch_states()  # Lightning has moved what the optimizers' constructors have made
         self.steps.choose_layers(trainer)
-        self.share_proof.begin_fit()
 
     def _check_module(self, trainer: pl.Trainer) -> None:
         """Checks that ranks have the same model, in which layers have shapes, and loaders that can be shared out."""
@@ -492,7 +488,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        with self.saves.keeping_states(self._owned):
+        with self._keeping_states(self._owned):
             self.owned.end()
             self._undo.close()
             self.failure_watch.leave()
@@ -502,7 +498,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             if self.reducer is not None:
                 self.reducer.close()
             self._forget_run()
-            self.saves.remote = None
+            self.remote = None
             super().teardown()
             self.collectives.leave()
 
@@ -538,7 +534,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             num_replicas=self.data_parallel_size,
             group=self.metered(self.collectives.hosts, "control"),
             ranks_a_batch=self._model_parallel_size,
-            common=self.values.number,
+            common=lambda: self.values.number(),
             on_agreed=lambda found: self.values.check(found.common, self.gather_objects),
         )
 
@@ -550,84 +546,55 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         if self._trained is None or self._ranks_may_differ or not self._trained.has_changed(self.optimizers):
             return
         self._trained.share_changes(self.optimizers, self.collectives.data, self.gather_objects)
-        self.values.watch(self._common_parameters())
+        self._settle_buffers()
         self._follow_changes()
 
     def _follow_changes(self) -> None:
         """Averages gradients of the parameters that are trained from now on, since hooks have changed them."""
 
+    # Training
+
     # Checkpoints
 
-    # What the ranks of a family hold decides these functions; Lightning's hooks follow.
+    @property
+    def _owned(self) -> Mapping[Optimizer, OwnedStep[Any]]:  # type: ignore[override]
+        return self.owned.steps
+
+    @override
+    def _watch_states(self) -> None:
+        self.owned.watch()
 
     @property
     def _needs_others(self) -> bool:
         """Whether other processes have a part of what a checkpoint contains."""
         return False
 
-    def _settle_values(self) -> None:
-        """Gives all ranks the values of a checkpoint, where ranks may hold different ones; a collective."""
-
-    def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
-        """``module.state_dict()`` of one device on rank 0, from this rank's; a collective of those that gather."""
-        return state
-
-    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state of one device on rank 0; a collective of those that gather."""
-        step = self.owned.steps.get(optimizer)
-        return self.saves.held_state(optimizer) if step is None else step.state_dict()
-
-    def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """What the optimizer of this rank loads of its state of one device; None if something else has loaded it."""
-        if optimizer not in self.owned.steps:
-            return state
-        self.owned.steps[optimizer].load_state_dict(state)
-        return None
-
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with whole tensors for parts in further entries; a collective of those that gather."""
-        return checkpoint
-
-    def _further_state(self) -> dict[str, Any]:
-        """Further entries of a checkpoint that is being written."""
-        return {}
-
-    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
-        """Takes those of a checkpoint that a fit resumes from, which may be another strategy's."""
-
+    @property
     @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        self._settle_values()
-        state = super().lightning_module_state_dict()
-        return self._whole_weights(state) if self.saves.gathers else state
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The optimizer's state of one device, on rank 0; elsewhere this rank's part. A collective."""
-        return self.saves.whole_state(optimizer)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self.saves.load_states(checkpoint, super().load_optimizer_state_dict)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        self.saves.save(checkpoint, filepath, storage_options)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if not self.saves.are_lost:  # else no newer file was written
-            super().remove_checkpoint(filepath)
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return super().load_checkpoint(self.saves.agree_on(checkpoint_path), *args, **kwargs)
-
-    # Training
+    def _are_lost(self) -> bool:
+        watch = self.failure_watch
+        return watch.ranks_have_ended or (watch.failed and self._needs_others)
 
     @property
-    def _owned(self) -> Collection[Optimizer]:  # type: ignore[override]
-        return self.owned.steps
+    @override
+    def _gathers(self) -> bool:
+        return not self._are_lost and (self._model_parallel_size == 1 or self.data_parallel_rank == 0)
+
+    @contextmanager
+    def _keeping_states(self, optimizers: Collection[Optimizer]) -> Iterator[bool]:
+        """Keeps whole states of the optimizers on rank 0 over a teardown within the block, if the fit has ended well.
+
+        A checkpoint may be saved after the fit. Yields whether any states are kept.
+        """
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        state = None if trainer is None or self.failure_watch.failed else trainer.state
+        ends_well = state is not None and (state.fn, state.status) == (TrainerFn.FITTING, TrainerStatus.RUNNING)
+        states = [(optimizer, self.optimizer_state(optimizer)) for optimizer in optimizers if ends_well]
+        yield bool(states)
+        for optimizer, whole in states if self.is_global_zero else ():
+            optimizer.load_state_dict(whole)
+
+    # Training
 
     @override
     def on_train_start(self) -> None:
@@ -636,9 +603,17 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         complete_resumed_epoch(trainer)
         share_stops(trainer)
         self.signals.stage_starts(trainer, training=True)
+        self._left_to_verify = self.verify_steps
+        if self.verify_steps and not self._module.automatic_optimization:
+            self._left_to_verify = 0
+            rank_zero_warn(
+                f"verify_steps={self.verify_steps} has no effect in manual optimization, where only the step knows its "
+                "losses"
+            )
         self._tell_global_batch()
         counts_hooks = any(step.average is not None for step in self.owned.steps.values())
-        self.values.begin(self.optimizers, self._common_parameters(), counts_hooks=counts_hooks)
+        self.values = CommonValues(self.optimizers, counts_hooks=counts_hooks)
+        self._batches = 0
         self.meter.discard()
 
     @override
@@ -672,8 +647,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         self._settle_values()
-        if self.check_replicas_every != 0:
-            self._check_replicas()
+        self._check_replicas()
         self.signals.training_ends(self.gather_objects)
         self._settle_buffers()
 
@@ -681,10 +655,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         """The factor of losses and gradients under 16-mixed, else 1."""
         scaler = getattr(self.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
-
-    def _watch_states(self) -> None:
-        """Where ranks have parts of the optimizers' states: has user code read whole values or none; for subclasses."""
-        self.owned.watch()
 
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step."""
@@ -708,18 +678,12 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         """Whether ranks may hold different values of the same parameters at some time."""
         return False
 
-    def _common_parameters(self) -> dict[str, Tensor]:
-        """The parameters of which all ranks hold the same values at all times, by name."""
-        if self.data_parallel_size == 1 or self._model_parallel_size > 1 or self._ranks_may_differ:
-            return {}
-        return dict(not_ignored(self._module, self._module.named_parameters()))
-
     def _check_replicas(self) -> None:
         """Checks that ranks which train the same parameters hold the same values; a collective."""
-        if self.replicas_differ or self.failure_watch.failed:
+        if self.check_replicas_every == 0 or self.replicas_differ or self.failure_watch.failed:
             return
         self._steps_unchecked = 0
-        with self._showing_parts():
+        with self._showing_parts(), self.meter.unrecorded():
             for group, parameters in self._held_in_common():
                 check_replicas(parameters, self.metered(group.group, "replicas"))
 
@@ -739,13 +703,25 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        self.share_proof.begin_step(*args, *kwargs.values())
+        if self._left_to_verify:
+            self._left_to_verify -= 1
+            with self.block_backward_sync(), self.meter.unrecorded(), self.steps.recomputing():
+                check_share(
+                    self._module,
+                    *(*args, *kwargs.values()),
+                    reduction=self.feed.loss_reduction,
+                    gather=self.gather_objects,
+                    rank=self.global_rank,
+                    loss_scale=self._loss_scaler_scale(),
+                )
         if self.buffers is not None:
             self.buffers.before_step(accumulates=self._accumulates)
         data_rank = None if self._model_parallel_size > 1 else self.data_parallel_rank
         with self.steps.running(self._module, self.root_device, data_rank):
             output = super().training_step(*args, **kwargs)
-        self.values.look()
+        if self._batches in _CHECKED and self._model_parallel_size == 1:
+            self._check_replicas()  # before the owners' new values hide what a step has changed on one rank
+        self._batches += 1
         return output
 
     @override
@@ -768,11 +744,11 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._updating():
-            self.values.look()
             self._watch_states()
             output = super().optimizer_step(*args, **kwargs)
             self.on_optimizer_step_end()
-            self.values.accept()
+            if self._trained is not None:
+                self._trained.stepped()
             self._steps_unchecked += 1
             if self.check_replicas_every and self._steps_unchecked >= self.check_replicas_every:
                 self._check_replicas()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial, partialmethod
 from itertools import zip_longest
@@ -30,7 +30,7 @@ from lightning_multigpu._lightning_internals import (
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.tensors import marks_of, size_bytes
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
+from lightning_multigpu.engine.activation_checkpointing import Choice, check_choice, recomputing, selected_layers
 from lightning_multigpu.engine.batch_size import leading_size, tensors_in
 from lightning_multigpu.engine.data_parallel.agreement import (
     ContinuedLoader,
@@ -47,14 +47,13 @@ from lightning_multigpu.engine.micro_batches import (
 )
 from lightning_multigpu.engine.one_process.gathering import gathered, on_device
 from lightning_multigpu.engine.one_process.joint_loss import JointLoss
-from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
+from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import other_random_states
 from lightning_multigpu.job.batch_feed import batches_to_skip, complete_resumed_epoch, global_batch_text
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS, advise_resuming
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.checkpoints import RunCheckpoints
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.steps.replica_metrics import ReplicaMetrics
 from lightning_multigpu.strategies.steps.step_logs import Record, StepLogs, combined
@@ -88,7 +87,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
 
     strategy_name = "dp"
     starts_ranks = False
-    owns_batch, loss_scale, is_common = True, 1.0, staticmethod(lambda error: True)
+    loss_scale = 1.0
 
     def __init__(
         self,
@@ -107,7 +106,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.meter = Meter()
-        self.saves = RunCheckpoints(self)  # type: ignore[arg-type]  # what it calls is named above
         # The Trainer sets these attributes if a strategy has them.
         self.parallel_devices = parallel_devices
         self.cluster_environment: ClusterEnvironment | None = None
@@ -115,12 +113,13 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._layer_sync: LayerSync | None = None
         self._loss_reduction: LossReduction = loss_reduction
         self._activation_checkpointing: Choice = activation_checkpointing
-        self._recomputation: Recomputation | None = None
+        self._recomputed: list[str] = []  # layers, by name
         self._threads: ReplicaThreads | None = None
         self._intra_op_threads: int | None = None
         self._seen: set[str] = set()  # the steps that have run
 
     @property
+    @override
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
         return {
@@ -134,6 +133,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         return self.parallel_devices or [self._root_device]
 
     @property
+    @override
     def devices_per_rank(self) -> int:
         """Number of replicas."""
         return len(self.devices)
@@ -196,9 +196,8 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._metrics = ReplicaMetrics(self.devices)
         self._replicas = ModuleReplicas(self._module, self.devices, self._metrics.substitute)
         self._threads = ReplicaThreads(self.devices)
-        self._recomputation = None
-        if self._activation_checkpointing and trainer.state.fn == TrainerFn.FITTING:
-            self._recomputation = Recomputation(self._module, self._activation_checkpointing)
+        is_fit = trainer.state.fn == TrainerFn.FITTING
+        self._recomputed = selected_layers(self._module, self._activation_checkpointing) if is_fit else []
         if self.root_device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             self._intra_op_threads = torch.get_num_threads()
             torch.set_num_threads(max(1, self._intra_op_threads // len(self.devices)))
@@ -249,10 +248,10 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         """
         module = self._module
         assert self._threads is not None
-        recomputation = self._recomputation if hook == "training_step" else None
+        recomputed = self._recomputed if hook == "training_step" else []
         parts = self._scattered(batch)
         if len(parts) == 1:
-            with nullcontext() if recomputation is None else recomputation.installed(module):
+            with recomputing(recomputed, module):
                 return getattr(module, hook)(parts[0], *others, **options)
         with self._travelling("broadcast", self._replicas.size_bytes(), copies=len(parts) - 1):
             replicas = self._replicas.make(len(parts))
@@ -263,10 +262,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
             for replica, part in zip(replicas, parts, strict=True)
         ]
         generators, parameters = _generators(), self._noted(hook)
-        with (
-            nullcontext() if recomputation is None else recomputation.installed(*replicas),
-            replaced(forward_ad, enter_dual_level=_refuse_levels),
-        ):
+        with recomputing(recomputed, *replicas), replaced(forward_ad, enter_dual_level=_refuse_levels):
             outputs, records = zip(*self._threads.run(calls, hook), strict=True)
         has_drawn = _generators() != generators
         self._check_unchanged(hook, parameters)
@@ -287,7 +283,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         loss = JointLoss(
             tensors,
             weights,
-            parameters_of(replicas),
+            [[parameter for parameter in replica.parameters() if parameter.requires_grad] for replica in replicas],
             self._threads,
             partial(self._travelling, "reduce", copies=len(parts) - 1),
             has_drawn=has_drawn,

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
-from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
@@ -52,8 +52,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
-        compression: compress the gradients between hosts: "bf16", "int8", or a mapping with such a ``name``
-            and the options of that compressor.
+        compression: compress the gradients between hosts: "bf16" or "int8".
         shared_memory: let ranks of one host reduce gradients through shared memory. The buckets lie in ``/dev/shm``;
             where that is too small for the gradients of a host's ranks, gradients are copied instead, with a warning.
             False takes sockets, between which ``compression`` compresses on one host too.
@@ -76,7 +75,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         average_every: int = 1,
-        compression: str | Mapping[str, Any] | Compressor | None = None,
+        compression: str | None = None,
         shared_memory: bool = True,
         ddp_comm_state: object | None = None,
         ddp_comm_hook: Callable[..., Any] | None = None,

@@ -52,8 +52,6 @@ class ShardedStrategy(MultiGPUStrategy):
             only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
             step and before validation.
-        gather_at_end: after the run, rank 0 has all optimizer states in the host's memory, so that a checkpoint can
-            still be saved. False leaves each rank its own; checkpoints can then be saved only during the run.
         options: options of :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
 
     Raises:
@@ -70,7 +68,6 @@ class ShardedStrategy(MultiGPUStrategy):
         bucket_cap_mb: float = 1.0,
         find_unused_parameters: bool | None = None,
         broadcast_buffers: bool = True,
-        gather_at_end: bool = True,
         **options: Any,
     ) -> None:
         if find_spec("fairscale") is None:
@@ -81,7 +78,6 @@ class ShardedStrategy(MultiGPUStrategy):
         option_checks.check_bools(
             find_unused_parameters=False if find_unused_parameters is None else find_unused_parameters,
             broadcast_buffers=broadcast_buffers,
-            gather_at_end=gather_at_end,
         )
         option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
         super().__init__(**options)
@@ -91,7 +87,7 @@ class ShardedStrategy(MultiGPUStrategy):
         self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
         self._missed: list[Parameter] = []
-        self._in_parts: list[Optimizer] = []  # of an earlier run, with this rank's states
+        self._in_parts: list[Optimizer] = []  # of an earlier run that was interrupted, with this rank's states
 
     @property
     @override
@@ -116,7 +112,7 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
-        self.saves.begin(trainer, self._undo)
+        self.stream_saves(trainer, self._undo)
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -178,7 +174,7 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def teardown(self) -> None:
-        with self.saves.keeping_states(self._owned if self._given["gather_at_end"] else ()) as has_kept:
+        with self._keeping_states(self._owned) as has_kept:
             if self._owned and not self.failure_watch.failed:
                 self._in_parts = [] if has_kept or self.world_size == 1 else [*self._owned]
             self._undo.close()
@@ -249,18 +245,17 @@ class ShardedStrategy(MultiGPUStrategy):
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if any(optimizer is each for each in self._in_parts):
             raise RuntimeError(
-                "a checkpoint is saved after the run, and each rank has its part of the optimizer's states: save it "
-                "during the run, by ModelCheckpoint or in on_train_end, or let the run end with gather_at_end=True"
+                "a checkpoint is saved after the run, which was interrupted, and each rank has its part of the "
+                "optimizer's states: save it during the run, by ModelCheckpoint or in on_exception"
             )
         state = super()._whole_state(optimizer)
         if self.world_size == 1 or optimizer not in self.owned.steps:
             return state
-        if self.saves.remote is None:
+        if self.remote is None:
             group = self.new_group("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
-            self.saves.remote = RemoteValues(messages, dist.get_rank(group))
-        remote = self.saves.remote
-        received = remote.gather(state["state"], range(self.world_size - 1))
+            self.remote = RemoteValues(messages, dist.get_rank(group))
+        received = self.remote.gather(state["state"], range(self.world_size - 1))
         whole = dict(sorted({**state["state"], **received}.items()))
-        return {**state, "state": whole if self.saves.stream else remote.fetched(whole)}
+        return {**state, "state": whole if self.streams else self.remote.fetched(whole)}

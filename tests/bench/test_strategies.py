@@ -21,7 +21,9 @@ from lightning_multigpu.cli import main
 from lightning_multigpu.commands.benches import bench_strategies
 from lightning_multigpu.commands.benches.bench_strategies import as_json, lines
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.planning.pipelines.timeline import NOTHING
 from lightning_multigpu.report.statistics import Spread
+from lightning_multigpu.strategies.run_view import RunView
 from tests.bench.models import Tiny
 from tests.callbacks.training import trainer
 
@@ -155,7 +157,8 @@ class TestTurns:
             meter.end_step()
             return loss
 
-        monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank.meter_of", lambda trainer: meter)
+        view = RunView(meter=meter, held_bytes=lambda: NOTHING)
+        monkeypatch.setattr("lightning_multigpu.bench.strategies.strategy_rank.view_of", lambda trainer: view)
         monkeypatch.setattr(model, "training_step", step)
         requests: Any = FakeRequests(model)
         fit = trainer(tmp_path, max_epochs=-1, callbacks=[TakesTurns(requests, warm_up=1, steps=2, batch_size=7)])
@@ -180,9 +183,8 @@ class TestNames:
         assert path.make().options["bucket_cap_mb"] == 2.5  # type: ignore[attr-defined]
 
     def test_commas_within_brackets_are_the_values(self) -> None:
-        found = contender("ring_ddp:compression={name: int8, chunk_size: 2},shared_memory=false")
-        assert found.options["compression"] == {"name": "int8", "chunk_size": 2}
-        assert found.options["shared_memory"] is False
+        found = contender("gpipe:balance=[1, 7],num_micro_batches=2")
+        assert (found.options["balance"], found.options["num_micro_batches"]) == ([1, 7], 2)
 
     @pytest.mark.parametrize(
         ("text", "message"),

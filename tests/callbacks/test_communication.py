@@ -13,6 +13,8 @@ from lightning_multigpu.callbacks.communication import figures
 from lightning_multigpu.callbacks.monitor import keys_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import StepTraffic
+from lightning_multigpu.planning.pipelines.timeline import NOTHING
+from lightning_multigpu.strategies.run_view import RunView
 from tests.callbacks.training import Regression, batches, trainer
 from tests.world import World, rank
 
@@ -86,8 +88,8 @@ def test_figures_of_all_reduces() -> None:
 
 def fake_trainer(meter: Meter | None, world_size: int = 2) -> Any:
     """All that the monitor asks a trainer for before it logs."""
-    strategy = SimpleNamespace() if meter is None else SimpleNamespace(meter=meter)
-    return SimpleNamespace(strategy=strategy, world_size=world_size, global_step=0)
+    view = RunView(meter=meter, held_bytes=lambda: NOTHING)
+    return SimpleNamespace(strategy=SimpleNamespace(run_view=lambda: view), world_size=world_size, global_step=0)
 
 
 def sent(monitor: CommunicationMonitor) -> list[float]:

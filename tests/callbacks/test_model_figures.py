@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback, ModelPruning
 from lightning_multigpu._lightning_internals import EndOfRun
 from lightning_multigpu.callbacks.profile.model_figures import model_figures
 from lightning_multigpu.planning.pipelines.stage_costs import PipelinePlan
-from lightning_multigpu.planning.rank_figures import ModelFigures
+from lightning_multigpu.report.rank_figures import ModelFigures
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 from tests.commands.planned import LAYERS, SAMPLES, WIDTH, Data, Manual, Model, Residual, events
@@ -132,8 +132,7 @@ def test_the_split_is_that_of_the_strategy(options: dict[str, Any], layers: list
         ({"model": Manual}, "Manual.automatic_optimization=False: a pipeline runs backward"),
         ({"model": Residual}, "the input of layer layers.1 is not the output of layer layers.0: "
          "something is computed between the two, such as a residual x + layer(x), and would be lost between stages; "
-         "cut the forward pass around the layers, unchanged (a step that calls the layers itself needs a module with "
-         "their loop in its forward): PipelineStrategy(split_points=['layers.2'])"),
+         "move it into the layers, name another part with module=, or cut the forward pass at submodules"),
         ({"optimizer": "LBFGS"}, "LBFGS works on all parameters at once"),
     ],
 )  # fmt: skip

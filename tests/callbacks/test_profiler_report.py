@@ -6,7 +6,6 @@ savings come true is measured by ``benchmarks/diagnosis.py``.
 
 from __future__ import annotations
 
-import gzip
 import json
 import time
 from collections.abc import Sequence
@@ -25,14 +24,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_multigpu.callbacks import ProfilerReport
-from lightning_multigpu.callbacks.profile.operator_trace import launches_of, reads_of
-from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of
+from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, Span, TimedTransfer, figures_of
 from lightning_multigpu.callbacks.profile.profiled_window import _callbacks_s
+from lightning_multigpu.callbacks.profile.traced_steps import launches_of, reads_of
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.planning.rank_figures import LaunchQueue, ReadValues
-from lightning_multigpu.planning.step_phases import PHASES, Span
 from lightning_multigpu.report import document
 from lightning_multigpu.report.page import FILE_NAME, page
+from lightning_multigpu.report.rank_figures import PHASES, LaunchQueue, ReadValues
 from lightning_multigpu.report.schema import as_json
 from lightning_multigpu.report.text import text
 from tests.callbacks.training import trainer
@@ -91,13 +89,13 @@ def profiled(
     loader: Any,
     strategy: Any,
     *,
-    operators: bool = False,
+    trace: bool = False,
     activations: bool = False,
     beside: Sequence[Callback] = (),
     **options: Any,
 ) -> tuple[dict[str, Any] | None, bool]:
     """The report, and whether the Trainer's profiler is in its place again."""
-    report = ProfilerReport(wait=1, warmup=1, active=3, operators=operators, activations=activations)
+    report = ProfilerReport(wait=2, active=3, trace=trace, activations=activations)
     ranks = 1 if strategy == "auto" else 2
     settings = {"max_steps": STEPS, "max_epochs": -1, "strategy": strategy, "devices": ranks, **options}
     fit = trainer(directory, callbacks=[*beside, report], **settings)
@@ -106,9 +104,7 @@ def profiled(
     return report.report, fit.profiler is profiler  # type: ignore[attr-defined]
 
 
-def run(
-    world: World, directory: Path, fault: str = "", *, step_s: float = STEP_S, operators: bool = False
-) -> dict[str, Any]:
+def run(world: World, directory: Path, fault: str = "", *, step_s: float = STEP_S) -> dict[str, Any]:
     def fit() -> tuple[dict[str, Any] | None, bool]:
         loader = DataLoader(Samples(STEP_S if fault == "input" else 0.0), batch_size=2)
         # A slow network: two messages of the ring in a step, and half of their time would be saved.
@@ -118,7 +114,7 @@ def run(
             if fault == "communication":
                 send = dist.isend
                 patch.setattr(dist, "isend", lambda *args, **kwargs: time.sleep(STEP_S) or send(*args, **kwargs))
-            return profiled(directory, Net(fault, step_s), loader, ring, operators=operators)
+            return profiled(directory, Net(fault, step_s), loader, ring)
 
     (report, same_profiler), (other, _) = world.run(fit)
     assert report is not None
@@ -187,7 +183,7 @@ def test_a_wait_without_transfers_hides_none() -> None:
 
 def test_the_files_are_there_and_the_figures_are_of_each_rank(world2: World, tmp_path: Path) -> None:
     """All times of a rank are on the clock of its meter, which is ahead on rank 1."""
-    report = run(world2, tmp_path, operators=True)
+    report = run(world2, tmp_path)
     read = document.read(tmp_path / document.FILE_NAME)
     assert as_json(read) == report
     assert page(read) == (tmp_path / FILE_NAME).read_text()
@@ -200,9 +196,6 @@ def test_the_files_are_there_and_the_figures_are_of_each_rank(world2: World, tmp
         assert of_rank["phases_s"].keys() <= {*PHASES}
         assert of_rank["phases_s"]["forward"] >= STEP_S
         assert 0 < sum(of_rank["phases_s"].values()) < 10, "a clock that is ahead moves no rank"
-        assert of_rank["trace"] == str(tmp_path / f"trace_rank{of_rank['rank']}.json.gz")
-        with gzip.open(of_rank["trace"]) as trace:
-            assert {name for name, *_ in of_rank["operators"]} <= {e["name"] for e in json.load(trace)["traceEvents"]}
         assert of_rank["parameters_bytes"] == 320
     [averaging] = [t for t in ranks[0]["transfers"] if (t["operation"], t["group"]) == ("all_reduce", "data")]
     assert averaging["count"] == 1
@@ -244,19 +237,16 @@ def test_activations_of_all_replicas_are_counted(tmp_path: Path) -> None:
 def test_alone_beside_another_profiler(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: type[Profiler], options: dict[str, Any]
 ) -> None:
-    """A second torch.profiler would empty Lightning's: no operators are recorded beside it."""
+    """A second torch.profiler would empty Lightning's: no steps are recorded beside it."""
     profiler = kind(dirpath=tmp_path, filename="told", **options)
     loader = DataLoader(Samples(), batch_size=2)
     own = kind is not PyTorchProfiler
-    asked: dict[str, Any] = {"profiler": profiler, "operators": True, "activations": own, "max_steps": 12}
+    asked: dict[str, Any] = {"profiler": profiler, "trace": True, "activations": own, "max_steps": 12}
     report, same = profiled(tmp_path, Net("reads", step_s=0.0), loader, "auto", **asked)
     assert same
     assert report is not None
     [of_rank] = report["profile"]["ranks"]
     assert (of_rank["transfers"], of_rank["is_metered"]) == ([], False)
-    calls = {name: count for name, count, *_ in of_rank["operators"]}
-    assert calls.get("aten::addmm") == (4 if own else None), "of one step"
-    assert (tmp_path / "trace_rank0.json.gz").is_file() is own
     line = Net.training_step.__code__.co_firstlineno
     read = [(Path(each["function"]).name, each["count"]) for each in of_rank["reads"]]
     assert read == ([(f"test_profiler_report.py({line}): training_step", 3)] if own else [])
@@ -306,7 +296,7 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
             assert batch.sum().item() >= 0
 
     loader = DataLoader(Samples(), batch_size=2)
-    report = ProfilerReport(wait=1, warmup=0, active=2, write_file=False)
+    report = ProfilerReport(wait=1, active=2, write_file=False)
     fit = trainer(tmp_path, max_steps=7, callbacks=[report], val_check_interval=2, limit_val_batches=1)
     fit.fit(Validating(), loader, loader)
     assert report.report is not None
@@ -315,13 +305,13 @@ def test_steps_with_a_validation_are_left_out(tmp_path: Path) -> None:
     assert sum(only["phases_s"].values()) < 5 * STEP_S
 
 
-@pytest.mark.parametrize(("name", "value"), [("wait", -1), ("warmup", -1), ("active", 0)])
+@pytest.mark.parametrize(("name", "value"), [("wait", -1), ("active", 0)])
 def test_what_cannot_be_is_refused(name: str, value: int) -> None:
     with pytest.raises(ValueError, match=f"{name}={value}: must be at least"):
         ProfilerReport(**{name: value})
 
 
-def test_the_launches_of_a_gpu_are_found_in_a_trace(tmp_path: Path) -> None:
+def test_the_launches_of_a_gpu_are_found_in_a_trace() -> None:
     """Three kernels, which start when the host has launched all of them."""
     written: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
     for number in range(3):
@@ -331,9 +321,10 @@ def test_the_launches_of_a_gpu_are_found_in_a_trace(tmp_path: Path) -> None:
             ("gemm", "kernel", 100 + 100.0 * number, 90.0),
         ):
             written.append({"ph": "X", "name": name, "cat": category, "ts": start, "dur": seconds, "args": args})
-    with gzip.open(tmp_path / "trace", "wt") as trace:
-        json.dump({"traceEvents": written}, trace)
-    assert launches_of(tmp_path / "trace") == LaunchQueue(kernels=3, busy_s=pytest.approx(270e-6), queued=1)
+    recorded: Any = SimpleNamespace(
+        export_chrome_trace=lambda path: Path(path).write_text(json.dumps({"traceEvents": written}))
+    )
+    assert launches_of(recorded) == LaunchQueue(kernels=3, busy_s=pytest.approx(270e-6), queued=1)
 
 
 def test_the_functions_that_wait_for_a_gpu() -> None:

@@ -21,7 +21,7 @@ from lightning_multigpu.callbacks import (
     RunReport,
     ThroughputMonitor,
 )
-from lightning_multigpu.callbacks.monitor import Monitor, keys_of
+from lightning_multigpu.callbacks.monitor import keys_of
 from lightning_multigpu.report.document import FILE_NAME, read
 from lightning_multigpu.report.schema import as_json
 from tests.callbacks.training import (
@@ -106,32 +106,11 @@ def test_with_monitors_and_without_a_step_ends_before_its_checkpoint(tmp_path: P
     assert found[0]["last"] == 1e3 * BATCH_S
 
 
-@pytest.mark.parametrize(
-    ("kinds", "active"),
-    [
-        ([RunReport, ProfilerReport], 1),
-        ([ProfilerReport, RunReport], 0),
-        ([ProfilerReport, ProfilerReport], 0),
-        ([RunReport, RunReport], 0),
-    ],
-)
-def test_of_several_reports_one_reports(tmp_path: Path, clock: HandClock, kinds: list[Any], active: int) -> None:
+def test_one_report_of_a_fit(tmp_path: Path) -> None:
     """A second profile took the first one's place in patches of torch: the fit ended in an AttributeError."""
-    options = {RunReport: {}, ProfilerReport: {"wait": 0, "warmup": 0, "active": 2}}
-    reports = [kind(print_table=False, **options[kind]) for kind in kinds]
-    made: list[str] = []
-    begin = Monitor.on_train_start
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Monitor, "on_train_start", lambda self, *a: made.append(type(self).__name__) or begin(self, *a))
-        fit = trainer(tmp_path, callbacks=reports)
-        before = list(fit.callbacks)  # type: ignore[attr-defined]
-        with pytest.warns(UserWarning, match=f"one alone reports: leave {kinds[1 - active].__name__} out"):
-            fit.fit(Regression(clock), batches(16))
-    assert sorted(made) == ["CommunicationMonitor", "DeviceUtilizationMonitor", "ThroughputMonitor"]
-    assert reports[1 - active].report is None
-    assert as_json(read(tmp_path / FILE_NAME)) == reports[active].report
-    assert ("profile" in reports[active].report) is (ProfilerReport in kinds)
-    assert fit.callbacks == before  # type: ignore[attr-defined]
+    fit = trainer(tmp_path, callbacks=[RunReport(), ProfilerReport()])
+    with pytest.raises(ValueError, match="RunReport, ProfilerReport in one Trainer"):
+        fit.fit(Regression(), batches(16))
 
 
 class Stopping(Regression):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +14,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_multigpu.callbacks import ThroughputMonitor
+from lightning_multigpu.planning.pipelines.timeline import NOTHING
+from lightning_multigpu.strategies.run_view import RunView
 from tests.callbacks.training import (
     BATCH_S,
     FEATURES,
@@ -81,33 +82,14 @@ def test_a_checkpoint_can_follow_the_throughput_of_a_short_epoch(tmp_path: Path,
     assert fit.logged_metrics[SAMPLES].item() == 4 / BATCH_S
 
 
-@dataclass
-class Sentence:
-    x: Tensor
-    length: int
-
-
-@pytest.mark.parametrize(
-    "tokens_fn",
-    ["length", lambda batch: int(batch["length"]), "of a dataclass"],
-    ids=["a key", "a function", "an attribute"],
-)
-def test_tokens_by_key_function_and_attribute(tmp_path: Path, clock: HandClock, tokens_fn: Any) -> None:
+def test_tokens_of_a_function(tmp_path: Path, clock: HandClock) -> None:
     made: list[Any] = [{"x": torch.ones(2, FEATURES), "length": 30}, {"x": torch.ones(2, FEATURES), "length": 50}]
-    if tokens_fn == "of a dataclass":
-        tokens_fn, made = "length", [Sentence(**batch) for batch in made]
-    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn=tokens_fn)])
+    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn=lambda batch: batch["length"])])
     fit.fit(Regression(clock), DataLoader(made, batch_size=None, collate_fn=lambda batch: batch))  # type: ignore[arg-type]
     assert fit.callback_metrics["throughput/tokens_per_sec"].item() == 80 / (2 * BATCH_S)
 
 
-def test_wrong_tokens_are_named(tmp_path: Path, clock: HandClock) -> None:
-    fit = trainer(tmp_path, callbacks=[ThroughputMonitor(tokens_fn="lenght")])
-    with pytest.raises(ValueError, match="tokens_fn='lenght': the batch, a list, has no such key or attribute"):
-        fit.fit(Regression(clock), batches(8))
-
-
-@pytest.mark.parametrize("flops", [100.0, lambda batch: 400.0, None], ids=["a sample", "a batch", "of the module"])
+@pytest.mark.parametrize("flops", [100.0, None], ids=["a sample", "of the module"])
 def test_operations_and_their_share_of_the_peak(tmp_path: Path, clock: HandClock, flops: Any) -> None:
     model, peak_flops = Regression(clock), 3200.0 if flops else None
     model.flops_per_batch = 400  # type: ignore[assignment]
@@ -166,7 +148,8 @@ def test_the_keys_are_there_however_short_the_fit(tmp_path: Path, clock: HandClo
 
 
 def fake_fit(device: torch.device) -> Any:
-    strategy = SimpleNamespace(root_device=device, data_parallel_size=2)
+    view = RunView(data_ranks=2, held_bytes=lambda: NOTHING)
+    strategy = SimpleNamespace(root_device=device, run_view=lambda: view)
     return SimpleNamespace(strategy=strategy, world_size=8, global_step=0, lightning_module=None)
 
 

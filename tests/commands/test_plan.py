@@ -18,9 +18,9 @@ from lightning_multigpu.commands.plans import measured_model
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, ShortRun, ShortRunError
 from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.rank_figures import ModelFigures, RankFigures
 from lightning_multigpu.registry import STRATEGIES
 from lightning_multigpu.report.document import HeldMemory, Profile, ReportedWorld, TrainedModel
+from lightning_multigpu.report.rank_figures import ModelFigures, RankFigures
 from lightning_multigpu.report.schema import as_json
 from tests.commands.planned import LAYERS, MACHINE, Model, events
 from tests.report.profiles import report

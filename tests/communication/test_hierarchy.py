@@ -11,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce
+from lightning_multigpu.communication.compression.compressors import Int8
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.communication.shared import own_errors
 from tests.world import World, init_group, rank
 
-INT8 = {"name": "int8", "chunk_size": 32}
 NUMEL = 1257
 HOSTS = [[0, 1], [2, 3]]
 BITS = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, torch.float64: 1e-15}
@@ -37,7 +37,7 @@ def hierarchy(*, compressed: bool = False, hosts: list[list[int]] = HOSTS) -> It
     between: RingAllReduce | CompressedAllReduce | None = None
     if len(hosts) > 1:
         group = _own([list(line) for line in zip(*hosts, strict=True)])
-        coded = compressed and CompressedAllReduce(group, make_compressor(INT8), segment_elements=100)
+        coded = compressed and CompressedAllReduce(group, Int8(chunk_size=32), segment_elements=100)
         between = coded or RingAllReduce(group)
     reduce = HierarchicalAllReduce(inside, between)
     try:

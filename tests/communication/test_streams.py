@@ -13,6 +13,7 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
+from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.stages.stage_messages import Message, PipelineGroup, ScheduledMessages
 from tests.communication.test_collective_observer import Told
 from tests.fake_gpu import DEVICE, FakeGPU, Work
@@ -23,7 +24,7 @@ BYTES = 400
 @pytest.fixture
 def meter(fake_gpu: FakeGPU) -> Meter:
     meter = Meter(clock=lambda: fake_gpu.now_s)
-    meter.waited_on_stream(recorded_event())  # the first event waits for the device
+    meter.waited(recorded_event())  # the first event waits for the device
     meter.discard()
     fake_gpu.waits = 0
     return meter
@@ -119,11 +120,11 @@ def test_messages_of_a_schedule_are_exposed_while_no_pass_runs(meter: Meter, fak
     compute  [0 forward 2]..........[3 backward 4][4 forward 7]......[9 backward 10]
     nccl                 [send, recv][---------- recv ------------- 9]
     """
-    messages = ScheduledMessages(PipelineGroup(world(), meter, DEVICE))
+    messages = ScheduledMessages(PipelineGroup(world(), meter, DEVICE), Recorder(meter, torch.device("cpu")), 0, 2)
     first, ahead = Message("backward", 1, 0), Message("backward", 1, 1)
 
     def run_pass(seconds: float, needed: Message | None = None) -> None:
-        messages.pass_begins(needed)
+        messages.pass_begins("a pass", 0, needed)
         fake_gpu.run(seconds)
 
     def post() -> Work:
@@ -132,21 +133,22 @@ def test_messages_of_a_schedule_are_exposed_while_no_pass_runs(meter: Meter, fak
         return work
 
     run_pass(2.0)
-    operations = messages.send(Message("forward", 0, 0), [tensor()], 1)
-    messages.pass_ends()
-    operations += messages.receive(first, [tensor()], 1)
+    sent = Message("forward", 0, 0)
+    messages.send(sent, [tensor()], 1)
+    messages.pass_ends(0)
+    operations = [*messages.outgoing(sent), *messages.receive(first, [tensor()], 1)]
     assert [operation.tensor.device for operation in operations] == [DEVICE, DEVICE]
     post().wait()
     run_pass(1.0, first)
-    messages.pass_ends()
+    messages.pass_ends(0)
     messages.receive(ahead, [tensor()], 1)
     fake_gpu.collective_s = 5.0
     work = post()
     run_pass(3.0)
-    messages.pass_ends()
+    messages.pass_ends(0)
     work.wait()
     run_pass(1.0, ahead)
-    messages.pass_ends()
+    messages.pass_ends(0)
     messages.finish()
     found = figures(meter, fake_gpu)
     assert found["recv"] == pytest.approx((1.0 + 5.0, 1.0 + 2.0))

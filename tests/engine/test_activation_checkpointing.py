@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_multigpu.engine.activation_checkpointing import (
-    Recomputation,
     RecomputationError,
     layers_of,
     recomputed,
+    recomputing,
     selected_layers,
 )
 from lightning_multigpu.engine.errors import PipelineError
@@ -142,10 +142,10 @@ def test_layers_of_a_whole_module_are_selected() -> None:
         selected_layers(nn.Linear(1, 1), True)
 
 
-def gradients(module: nn.Module, again: Recomputation | None) -> dict[str, Tensor]:
+def gradients(module: nn.Module, again: bool) -> dict[str, Tensor]:
     torch.manual_seed(2)
     x = torch.linspace(-1, 1, 6).reshape(2, 3)
-    with nullcontext() if again is None else again.installed(module):
+    with recomputing(selected_layers(module, again), module):
         loss = module(x).square().sum()
     drawn = torch.rand(3)
     loss.backward()
@@ -160,14 +160,13 @@ def test_a_whole_module_trains_as_without() -> None:
     calls: list[str] = []
     module.blocks[0].register_forward_pre_hook(lambda *_: calls.append("layer"))
     module.blocks[0].inner.register_forward_hook(lambda *_: calls.append("inside"))  # type: ignore[union-attr]
-    expected, numbers = gradients(module, None), torch.rand(3)
+    expected, numbers = gradients(module, False), torch.rand(3)
     module.zero_grad()
-    again = Recomputation(module, True)
-    torch.testing.assert_close(gradients(module, again), expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(module, True), expected, rtol=0, atol=0)
     assert torch.equal(torch.rand(3), numbers)
     assert calls == ["layer", "inside"] * 3
     assert not any("_compiled_call_impl" in vars(part) for part in module.modules()), "the module is as it was"
-    with again.installed(module), torch.no_grad():
+    with recomputing(["blocks.0"], module), torch.no_grad():
         module(torch.zeros(1, 3))
 
 
@@ -178,7 +177,7 @@ class Named(nn.Linear):
 
 def test_arguments_of_a_layer_may_have_any_name() -> None:
     module = nn.Sequential(Named(3, 3))
-    with Recomputation(module, True).installed(module):
+    with recomputing(["0"], module):
         module[0](torch.ones(1, 3), name="first", layer=0, own=torch.ones(3)).sum().backward()
 
 
@@ -186,9 +185,9 @@ def test_a_layer_in_two_containers_is_computed_again_once() -> None:
     """It was patched for each of them, and then refused as if a checkpoint were around it."""
     shared = nn.Linear(3, 3)
     module = nn.ModuleDict({"first": nn.Sequential(shared), "second": nn.Sequential(shared, nn.Linear(3, 1))})
-    again = Recomputation(module, True)
-    assert again.names == ["first.0", "second.1"]
-    with again.installed(module):
+    layers = selected_layers(module, True)
+    assert layers == ["first.0", "second.1"]
+    with recomputing(layers, module):
         module["second"](module["first"](torch.ones(1, 3))).sum().backward()
 
 
@@ -202,20 +201,20 @@ def test_layers_that_cannot_be_computed_again_are_refused() -> None:
     module = nn.Sequential(Counting())
     with (
         pytest.raises(RecomputationError, match=r"Counting changes its buffer 'calls' .*leave it out of activation_ch"),
-        Recomputation(module, True).installed(module),
+        recomputing(["0"], module),
     ):
         module(torch.ones(1, 3))
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
     compiled = nn.ModuleDict({"net": torch.compile(module, backend="eager")})  # type: ignore[dict-item]
     with pytest.raises(ValueError, match=r"^net is compiled as a whole.*layer.compile\(\)"):
-        Recomputation(compiled, [nn.Linear])
+        selected_layers(compiled, [nn.Linear])
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_within_torchs_own_checkpoint_gradients_are_the_same(reentrant: bool) -> None:
     module = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), nn.Linear(3, 3))
     found = []
-    for recomputation in (nullcontext(), Recomputation(module, True).installed(module)):
+    for recomputation in (nullcontext(), recomputing(["0", "1"], module)):
         x = torch.ones(4, 3, requires_grad=True)
         torch.manual_seed(0)
         with recomputation:
@@ -227,9 +226,9 @@ def test_within_torchs_own_checkpoint_gradients_are_the_same(reentrant: bool) ->
 
 def test_compiled_layers_are_computed_again() -> None:
     module = nn.Sequential(Block(), nn.Linear(3, 1))
-    expected = gradients(module, None)
+    expected = gradients(module, False)
     module.zero_grad()
     runs = []
     module[0]._compiled_call_impl = lambda x: runs.append(1) or module[0]._call_impl(x)  # type: ignore[assignment, func-returns-value]
-    torch.testing.assert_close(gradients(module, Recomputation(module, True)), expected, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(module, True), expected, rtol=0, atol=0)
     assert len(runs) == 2

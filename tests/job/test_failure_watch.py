@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import pickle
 import signal
@@ -84,32 +83,6 @@ def test_what_the_end_of_another_rank_brings_is_the_failure_that_the_guardian_te
     assert not client.told, "this rank has not failed"
 
 
-START = "/lib/python3.11/multiprocessing/popen_fork.py"
-
-
-@pytest.mark.parametrize(
-    ("error", "file", "limit"),
-    [
-        (RuntimeError("can't start new thread"), "train.py", "see `ulimit -u`"),
-        (OSError(errno.EAGAIN, "again"), START, "see `ulimit -u`"),
-        (OSError(errno.ENOMEM, "no memory"), START, "see `ulimit -u`"),
-        (OSError(errno.EAGAIN, "write could not complete without blocking"), "train.py", ""),
-        (OSError(errno.ENOENT, "no file"), START, ""),
-        (RuntimeError(3), "train.py", ""),
-    ],
-)
-def test_a_process_or_a_thread_that_the_system_refuses(
-    error: Exception, file: str, limit: str, watch: FailureWatch
-) -> None:
-    """Under pids.max a rank said "can't start new thread" alone, and a loader "Cannot allocate memory"."""
-    client = under(watch)
-    with pytest.raises(type(error)):
-        exec(compile("raise error", file, "exec"), {"error": error})
-    watch.settle(error, RUN, 3)
-    assert any(note.startswith("rank 0: ") and limit in note for note in error.__notes__) == bool(limit)
-    assert ("rank 0: " in client.told[0].traceback) == bool(limit), "the other ranks are told"
-
-
 def test_a_spawned_rank_cannot_be_tuned(watch: FailureWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that has spawned it keeps its own module."""
 
@@ -122,7 +95,7 @@ def test_a_spawned_rank_cannot_be_tuned(watch: FailureWatch, monkeypatch: pytest
     answers: Any = SimpleNamespace(send_bytes=sent.append)
     with pytest.raises(SystemExit):
         SpawnLauncher.run_rank(launcher, None, tune, (), {}, None, 0, answers, "")
-    assert "raised ValueError: a Tuner changes the module of the process" in pickle.loads(sent[0]).failure.what
+    assert "raised ValueError: a Tuner changes the module of the process" in pickle.loads(sent[0]).what
 
 
 def test_news_of_a_worker_does_not_keep_a_failure_from_being_told(
@@ -156,7 +129,6 @@ def test_two_ranks_fail_at_once(watch: FailureWatch) -> None:
     watch.failure, error = None, ValueError("spoilt")
     under(watch, known=Failure.of(error, rank=1, step=3))
     assert watch.settle(error, RUN, 3) is None, "it raises its own exception"
-    assert not watch.report(RUN, None).in_full
 
 
 def test_every_rank_says_itself_that_it_cannot_join(watch: FailureWatch) -> None:
@@ -182,13 +154,10 @@ def test_a_failure_that_came_while_the_ranks_joined(watch: FailureWatch) -> None
 
 EXIT = """
 import sys, threading, time
-from functools import partial
-from lightning_multigpu.job.guardian import Failure
-from lightning_multigpu.job.uncaught_errors import FailureReport, limit_exit, limit_later_exit, print_if_uncaught
+from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, limit_later_exit
 def fail():
     error = ValueError("spoilt")
-    limit = partial(limit_exit, 0.2, time.monotonic())
-    print_if_uncaught(error, FailureReport(Failure("has failed"), True, limit_exit=limit))
+    exit_after(error, FailedExit(0.2, time.monotonic()))
     raise error
 def catch():
     try: fail()

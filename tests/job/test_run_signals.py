@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_multigpu.job.guardian.interrupts import SAME_INTERRUPT_S
-from lightning_multigpu.job.run_signals import RunSignals
+from lightning_multigpu.job.run_signals import SAME_INTERRUPT_S, RunSignals
 
 
 @pytest.fixture
@@ -88,17 +87,10 @@ def test_without_a_batch_to_agree_on_a_rank_acts_alone() -> None:
             assert not signals.agreed_on(error())
 
 
-@pytest.mark.parametrize("how", ["push", "follow"])
-def test_what_waits_in_vain_acts_alone(how: str) -> None:
-    """Pushed by the clock, and by the word of another rank that has acted alone."""
-    with held([signal.SIGINT], patience_s=0.2) as signals:
-        signals.push()
-        if how == "push":
-            send(signal.SIGINT)
-            signals.push()  # too early
-            time.sleep(0.3)
+def test_a_rank_acts_alone_where_the_ranks_do_not_agree() -> None:
+    with held([signal.SIGINT]) as signals:
         with pytest.raises(KeyboardInterrupt):
-            signals.push() if how == "push" else signals.follow(signal.SIGINT)
+            signals.follow(signal.SIGINT)
         assert signals.received == 0
 
 
@@ -126,17 +118,25 @@ def test_a_signal_that_was_acted_on_is_not_handled_again_at_the_end(handled: lis
     assert handled == [signal.SIGUSR1, signal.SIGUSR2]
 
 
-def test_a_main_thread_that_waits_in_c_code_is_cut_loose() -> None:
+def test_a_signal_to_a_main_thread_that_waits_in_c_code_is_told() -> None:
     """Its handler cannot run: SIGTERM had no effect on ranks that waited for each other."""
     c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)  # zeros are a mutex of pthreads
-    signals = RunSignals()
-    signals.begin(None, patience_s=0.2, on_signal=lambda *_: None, on_stuck=lambda: c.pthread_mutex_unlock(mutex))
+    signals, told = RunSignals(), []
+
+    def tell(status: int, number: int) -> None:
+        told.append((status, number))
+        if number:  # the guardian waits, and then tells a failure, which ends the wait
+            signals.follow(signal.SIGTERM)
+            c.pthread_mutex_unlock(mutex)
+
+    signals.begin(None, tell)
     signals.hold(signal.SIGTERM)
     try:
         c.pthread_mutex_lock(mutex)
         threading.Timer(0.2, send, [signal.SIGTERM]).start()
         with pytest.raises(SIGTERMException):
             c.pthread_mutex_lock(mutex)
+        assert told == [(143, 1), (143, 0)], "and that the rank acts"
     finally:
         signals.end(None)
 
@@ -145,7 +145,7 @@ def test_signals_of_forked_processes_are_not_counted() -> None:
     """The C handler of a loader's worker writes to the pipe of its rank: torch ends workers by SIGTERM."""
     told: list[int] = []
     signals = RunSignals()
-    signals.begin(None, patience_s=60, on_signal=lambda status, number: told.append(number), on_stuck=lambda: None)
+    signals.begin(None, lambda status, number: told.append(number))
     signals.hold(signal.SIGTERM)
     try:
         for _ in range(2):

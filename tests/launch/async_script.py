@@ -18,7 +18,7 @@ import lightning as L
 import torch
 
 from lightning_multigpu import ParameterServerStrategy
-from tests.job.guardian.job import is_alive
+from tests.job.guardian.job import eventually, is_alive
 from tests.strategies.parameter_server.test_asynchronous_training import EPOCHS, Seen, loader
 from tests.strategies.tasks import Case, make_trainer
 
@@ -70,8 +70,8 @@ class LosesRank(L.Callback):
                 os._exit(7)
             os.kill(os.getpid(), signal.SIGTERM)
         elif trainer.global_rank != LOST and trainer.global_step == 2:
-            while not self.pid.exists() or is_alive(int(self.pid.read_text() or os.getpid())):
-                time.sleep(0.05)
+            has_ended = lambda: self.pid.exists() and not is_alive(int(self.pid.read_text() or os.getpid()))  # noqa: E731
+            assert eventually(has_ended), "rank 1 has ended, or its own assertion has failed"
 
 
 def main() -> None:

@@ -1,10 +1,9 @@
-"""Processes that the system refuses to start: the user is told why, and nothing of the job is left."""
+"""Processes that the system refuses to start: nothing of the job is left."""
 
 from __future__ import annotations
 
 import errno
 import os
-import re
 import subprocess
 import sys
 import time
@@ -18,7 +17,6 @@ from lightning_multigpu.emulation import EmulatedHosts, Host, HostsUnavailable
 from lightning_multigpu.emulation.job import HostsJob
 from lightning_multigpu.job.failure_watch import FailureWatch
 from lightning_multigpu.job.guardian import Guardian, GuardianError, start
-from lightning_multigpu.job.guardian.proc import _LIMITS as LIMITS
 from lightning_multigpu.job.joining import Joining
 from lightning_multigpu.job.launchers.script_launcher import ScriptLauncher
 from lightning_multigpu.job.launchers.spawn_launcher import _Ranks
@@ -58,24 +56,21 @@ def test_a_rank_that_cannot_be_started(method: str, monkeypatch: pytest.MonkeyPa
                 launcher.procs.append(begin([sys.executable, "-c", "import time; time.sleep(600)"]))
 
         monkeypatch.setattr(launcher, "_call_children_scripts", start_ranks)
-        with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        with pytest.raises(OSError, match="Cannot allocate memory"):
             launcher._start_ranks(guardian)
         pid = done[0][1].pid
     else:
         monkeypatch.setattr(ForkProcess, "start", refusing_the_second(ForkProcess.start, done))
-        with pytest.raises(OSError, match="Cannot allocate memory") as caught:
+        with pytest.raises(OSError, match="Cannot allocate memory"):
             _Ranks(RUN, "fork", lambda *_: time.sleep(600), guardian)  # type: ignore[arg-type]
         pid = done[0][0][0].pid
-    rank = "rank 2 of 2" if method == "popen" else "rank 1 of 2"
-    assert caught.value.__notes__ == [f"{rank} on this host cannot start: {LIMITS}"]
     assert eventually(lambda: not is_alive(pid) and not is_alive(guardian.pid))
 
 
 def test_a_guardian_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start.subprocess, "run", refuse)
     descriptors = len(os.listdir("/proc/self/fd"))
-    expected = rf"^the guardian does not start: \[Errno 12\] Cannot allocate memory; {re.escape(LIMITS)}"
-    with pytest.raises(GuardianError, match=expected):
+    with pytest.raises(GuardianError, match=r"^the guardian does not start: \[Errno 12\] Cannot allocate memory"):
         Guardian.start(num_ranks=1)
     assert len(os.listdir("/proc/self/fd")) == descriptors
     assert start.ADDRESS not in os.environ
@@ -87,6 +82,6 @@ def test_a_command_on_a_host_that_cannot_be_started(monkeypatch: pytest.MonkeyPa
     done: list[Any] = []
     with EmulatedHosts(2) as hosts:
         monkeypatch.setattr(Host, "popen", refusing_the_second(Host.popen, done))
-        with pytest.raises(HostsUnavailable, match=rf"the command on host1 .*: \[Errno 12\] .*; {re.escape(LIMITS)}"):
+        with pytest.raises(HostsUnavailable, match=r"the command on host1 .*: \[Errno 12\] "):
             HostsJob(hosts, ["sleep", "600"], env={})
         assert [process.returncode for _, process in done] == [-9]

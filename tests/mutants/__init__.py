@@ -25,16 +25,7 @@ TABLES = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault.
-
-    Attributes:
-        family: the name of its table.
-        name: what is wrong, in a few words.
-        file: of the package, relative to ``lightning_multigpu/``.
-        old: the text to replace.
-        new: what takes its place.
-        test: the pytest node that fails then, relative to ``tests/``.
-    """
+    """One fault; ``family`` is the name of its table."""
 
     family: str
     name: str
@@ -45,17 +36,14 @@ class Mutant:
 
     @property
     def title(self) -> str:
-        """ "ring: a reduce step adds nothing"."""
         return f"{self.family}: {self.name}"
 
     @property
     def path(self) -> str:
-        """The file, relative to the repository."""
         return f"lightning_multigpu/{self.file}"
 
     @property
     def node(self) -> str:
-        """The pytest node, relative to the repository."""
         return f"tests/{self.test}"
 
     def mutated(self, source: str) -> str:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from lightning_multigpu.callbacks.monitor import KEYS
-from lightning_multigpu.report.document import NamedStrategy, RankRecord, RunDocument, RunFacts, build, encoded
+from lightning_multigpu.report.document import RankRecord, RunDocument, RunFacts, build, encoded
 from lightning_multigpu.report.schema import as_json, from_json
 from lightning_multigpu.report.statistics import Statistics
 
@@ -34,7 +34,7 @@ def record(rank: int, *, node: int = 0, host: str = "alpha", steps: int = 10, **
 
 
 def document_of(*records: RankRecord, strategy: str = "ring_ddp", options: Any = None, **more: Any) -> RunDocument:
-    named = NamedStrategy(name=strategy, options=options or {})
+    named = {"name": strategy, "options": options or {}}
     return build(records, FACTS, strategy=named, versions={"torch": "2.13.0"}, aggregations=KEYS, **more)
 
 

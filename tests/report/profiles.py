@@ -7,15 +7,8 @@ from typing import Any
 
 from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
-from lightning_multigpu.planning.rank_figures import LaunchQueue, OperatorTime, RankFigures, TransferSums
-from lightning_multigpu.report.document import (
-    HeldMemory,
-    RunDocument,
-    ServerFigures,
-    ServersSection,
-    Staleness,
-    WorkerFigures,
-)
+from lightning_multigpu.report.document import HeldMemory, RunDocument
+from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, TransferSums
 from tests.report.examples import document_of, record
 
 PHASES_S = {"data_wait": 0.05, "forward": 0.02, "backward": 0.04, "communication": 0.01, "optimizer": 0.005}
@@ -30,7 +23,6 @@ def figures(rank: int, phases_s: dict[str, float] | None = None, **changes: Any)
     found = RankFigures(
         rank=rank, host=f"host<{rank}>", steps=2, phases_s={**PHASES_S, **(phases_s or {})}, hidden_s=0.02,
         waits_s={"gradients": 0.01}, transfers=[ALL_REDUCE], data_workers=0,
-        operators=[OperatorTime("aten::mm", 7, 0.003, 0.0)],
     )  # fmt: skip
     return replace(found, **changes)
 
@@ -59,18 +51,11 @@ def with_all() -> RunDocument:
         )  # fmt: skip
         of_rank = figures(
             rank, {"communication": 0.05}, launches=LaunchQueue(kernels=40, busy_s=0.02, queued=1),
-            trace="runs/trace.gz",
         )  # fmt: skip
         measured = record(rank, throughput__samples_per_sec=89.5)
         records.append(replace(measured, memory=memory, profiled=of_rank, stages=stages))
     workers = [
-        WorkerFigures(rank=rank, updates=8, staleness=Staleness(median=1, p95=19 + rank, max=20)) for rank in range(2)
+        {"rank": rank, "updates": 8, "staleness": {"median": 1, "p95": 19 + rank, "max": 20}} for rank in range(2)
     ]
-    servers = ServersSection(
-        servers=[
-            ServerFigures(server=0, weights_bytes=8000),
-            ServerFigures(server=1, weights_bytes=2),
-        ],
-        workers=workers,
-    )
+    servers = {"servers": [{"server": 0, "weights_bytes": 8000}], "workers": workers}
     return document_of(*records, strategy="async_ps", parameter_servers=servers)

@@ -1,16 +1,14 @@
-"""Dataclasses as JSON, back, and as a JSON schema."""
+"""Dataclasses as JSON, and back."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import pytest
 
-from lightning_multigpu.cli import main
-from lightning_multigpu.report.schema import ReportError, as_json, from_json, json_schema
+from lightning_multigpu.report.schema import ReportError, as_json, from_json
 
 
 class Point(NamedTuple):
@@ -64,23 +62,3 @@ def test_a_document_is_read_as_it_was_written() -> None:
 def test_what_does_not_follow_the_schema_is_named_with_its_place(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ReportError, match=f"^{message}$"):
         from_json(Outer, {**WHOLE, **changes})
-
-
-def test_the_json_schema() -> None:
-    found = json_schema(Outer)
-    assert found["required"] == ["kind", "count", "points", "inner", "by_name"]
-    point = {"type": "array", "prefixItems": [{"type": "number"}, {"type": "string"}], "minItems": 2, "items": False}
-    assert found["properties"]["points"] == {"type": "array", "items": point}
-    inner = {"type": "object", "properties": {"class": {"type": "string"}}, "required": ["class"]}
-    assert found["properties"]["inner"] == inner
-    assert found["properties"]["left_out"] == {"type": "array", "items": inner}
-    assert found["properties"]["by_name"] == {"type": "object", "additionalProperties": {"type": "number"}}
-
-
-def test_the_schema_of_the_file_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", "--schema"]) == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert "world" in printed["required"]
-    assert "findings" in printed["properties"]["profile"]["required"]
-    assert main(["report"]) == 2
-    assert "name the folder of a run" in capsys.readouterr().err

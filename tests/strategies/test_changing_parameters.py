@@ -312,7 +312,7 @@ FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
     "a stage is unfrozen within the step": (
         UnfreezingError,
         PipelineStrategy(balance=[1, 7]),
-        r"stage 0 sends an output that requires a gradient.*on_train_epoch_start",
+        r"stage 0 sends .*requires_grad.*on_train_epoch_start",
         7,
     ),
     "a sequence grows with the epoch": (
@@ -323,7 +323,7 @@ FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
     ),
     "a hook draws random numbers": (
         NoiseError,
-        RingDDPStrategy(check_replicas_every_n_steps=2),
+        RingDDPStrategy(),
         r"same parameters any more: shared\.weight: checksum .* rank 0; checksum .* rank 1\n.*hook that draws random",
         1,
     ),
@@ -331,12 +331,6 @@ FAILURES: dict[str, tuple[type[Frozen], Any, str, int]] = {
         NoiseError,
         TensorSplitStrategy(check_replicas_every_n_steps=3),
         r"same parameters any more: shared\.weight: checksum",
-        2,
-    ),
-    "noticed after the next batch": (
-        NoiseError,
-        RingDDPStrategy(),
-        r"shared\.weight: changed to .* on rank 0; changed",
         2,
     ),
     "a hook draws random numbers on each stage": (

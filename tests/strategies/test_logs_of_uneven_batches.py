@@ -41,7 +41,7 @@ CASES = [
     Case(num_samples=25, max_epochs=2),  # a last batch of 1
     Case(num_samples=27, max_epochs=1, trainer={"accumulate_grad_batches": 2}),  # of 3
 ]
-SPLIT = ("gpipe", "tensor_split")
+SPLIT = {"gpipe": {"pipeline_parallel_size": 2}, "tensor_split": {"tensor_parallel_size": 2}}
 
 
 def logged(names: Sequence[str | None], ranks: int) -> list[dict[str, Any]]:
@@ -49,7 +49,7 @@ def logged(names: Sequence[str | None], ranks: int) -> list[dict[str, Any]]:
     found = []
     for name, case in itertools.product(names, CASES):
         module = Logs()
-        strategy = make_strategy(name, data_parallel_size=2) if name in SPLIT else name
+        strategy = make_strategy(name, **SPLIT[name]) if name in SPLIT else name
         trainer = fit_module(module, strategy, ranks, case)
         epoch = {key: float(value) for key, value in trainer.callback_metrics.items() if key != "mean"}
         found.append({**epoch, "steps": module.steps})
@@ -69,4 +69,4 @@ def test_logs_of_uneven_batches(world2: World) -> None:
 
 
 def test_logs_of_uneven_batches_of_several_models(world4: World) -> None:
-    assert_same_logs(SPLIT, world4)
+    assert_same_logs([*SPLIT], world4)

@@ -6,17 +6,22 @@ import inspect
 import pickle
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from lightning_multigpu import DataParallelStrategy, PipelineStrategy, RingDDPStrategy, ShardedStrategy
+from lightning_multigpu.callbacks import ThroughputMonitor
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
 from lightning_multigpu.registry import StrategyRow
 from lightning_multigpu.strategies import option_checks as checks
+from lightning_multigpu.strategies.steps.hook_detection import has_hook
 from tests.strategies.tasks import rows_of_each_class
 
 CPU, MPS = torch.device("cpu"), torch.device("mps")
@@ -137,3 +142,19 @@ def test_every_setting_of_a_run_comes_to_its_check(change: dict[str, Any], refus
 def test_a_strategy_goes_to_spawned_ranks(row: StrategyRow) -> None:
     """A lambda in a helper ended each spawned run with "Can't pickle local object"."""
     assert isinstance(pickle.loads(pickle.dumps(row.strategy(**row.options))), row.strategy)
+
+
+class Looking(L.Callback):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        """Looks at outputs."""
+
+
+def test_hooks_of_the_user_count_and_those_of_libraries_do_not() -> None:
+    module, theirs = L.LightningModule(), [TQDMProgressBar(), ModelCheckpoint(), ThroughputMonitor()]
+    for callbacks, hook, expected in (
+        (theirs, "on_validation_batch_end", False),
+        ([*theirs, Looking()], "on_validation_batch_end", True),
+        ([*theirs, Looking()], "on_test_batch_end", False),
+    ):
+        module._trainer = SimpleNamespace(callbacks=callbacks)  # type: ignore[assignment]
+        assert has_hook(hook, module) is expected

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_multigpu.strategies.steps.dry_run import ShareProof
 from tests.strategies.pipeline.test_coupled_losses import CLASSES, REFUSED, MixedUp, ZeroGate
 from tests.strategies.pipeline.test_kept_state import Plain
 from tests.strategies.tasks import Case, dataset, make_strategy, make_trainer
@@ -87,17 +85,6 @@ def test_the_check_of_shares_leaves_no_trace(strategy: str, world2: World) -> No
     options = {"find_unused_parameters": True} if strategy == "ring_ddp" else {}
     assert world2.run(train_shares, Quiet, strategy, verify_steps=2, **options) == expected
     assert expected[0]["calls"] == 3
-
-
-def test_so_many_batches_of_each_fit_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[Any] = []
-    monkeypatch.setattr(ShareProof, "_find", lambda self, batch: (compared.append(batch) or "", ""))
-    proof = ShareProof(SimpleNamespace(_module=SimpleNamespace(automatic_optimization=True)), 2)  # type: ignore[arg-type]
-    for batches in ("abc", "de"):
-        proof.begin_fit()
-        for batch in batches:
-            proof.begin_step(batch)
-    assert "".join(compared) == "abde"
 
 
 def test_where_shares_cannot_be_checked_a_warning_says_so(world2: World) -> None:

@@ -38,7 +38,7 @@ class Contender:
 
 
 def contender(text: str) -> Contender:
-    """Reads ``name``, ``name:option=value`` or ``name:option=value,other={key: value}``; values are YAML.
+    """Reads ``name``, ``name:option=value`` or ``name:option=value,other=[value, value]``; values are YAML.
 
     The strategy is made once here, so that wrong values raise before any rank starts.
 
@@ -48,7 +48,7 @@ def contender(text: str) -> Contender:
     name, _, rest = text.partition(":")
     cls, fixed = _registered_or_class(name.strip())
     given: dict[str, Any] = {}
-    # Parts are between commas, but for those within brackets: compression={name: int8, chunk_size: 8},buckets=1
+    # Parts are between commas, but for those within brackets: balance=[1, 7],num_micro_batches=2
     for part in re.findall(r"(?:\{[^}]*\}|\[[^]]*\]|[^,])+", rest):
         option, equals, value = part.partition("=")
         if not equals or not option.strip():

@@ -22,6 +22,7 @@ from lightning_multigpu.communication.metering.clocks import Clock, clock_of
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.job.shared_gpus import place, rank_devices
+from lightning_multigpu.strategies.run_view import view_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +83,8 @@ class TakesTurns(Callback):
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        timeline, meter = clock_of(trainer.strategy.root_device), meter_of(trainer)
-        owns_batch = getattr(trainer.strategy, "owns_batch", True)
-        samples = (self.batch_size or leading_size(batch) or 0) if owns_batch else 0
+        timeline, view = clock_of(trainer.strategy.root_device), view_of(trainer)
+        meter, samples = view.meter, (self.batch_size or leading_size(batch) or 0) if view.owns_batch() else 0
         is_over = not self._marks
         if self._marks:
             self._marks.append((timeline.mark(), samples))
@@ -173,8 +173,3 @@ def make_trainer(
         limit_val_batches=0,
         num_sanity_val_steps=0,
     )
-
-
-def meter_of(trainer: Trainer) -> Meter | None:
-    meter = getattr(trainer.strategy, "meter", None)
-    return meter if isinstance(meter, Meter) else None

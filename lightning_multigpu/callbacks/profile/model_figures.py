@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,11 +17,10 @@ from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import cloned, first_part, moved
 from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
-from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
-from lightning_multigpu.planning.rank_figures import ModelFigures, ReadyGradient
+from lightning_multigpu.report.rank_figures import ModelFigures, ReadyGradient
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -100,7 +100,7 @@ class _Trial:
         check_module(module)
         check_optimizers(optimizers)
         points = options.split_points
-        options = options.with_schedule("1f1b")
+        options = replace(options, schedule="1f1b", stages_per_rank=None)
         chain = options.chain(module, 2 if points is None else len(points) + 1, self._device)
         recompute = layers_of(chain.name, chain.named_layers(), options.activation_checkpointing)
         ownership = Ownership(module, chain, [(0, len(chain))], 0, 1, device=self._device)
@@ -113,9 +113,6 @@ class _Trial:
                 return self._step(moved(part, 0, options.batch_dim))
 
             with models_in_stages(module), without_trace(module):
-                if not measured:
-                    uses = UseProbe(ownership, 0).watch(step, lambda: [vars(part) for part in module.modules()])
-                    chain.learn([uses])
                 costs = layer_costs(ownership, step, 0, recompute)
             parts = [costs.get(number, PartCost()) for number in range(len(chain) + 2)]
             measured.append(MeasuredParts(samples=leading_size(part) or 1, parts=parts))

@@ -2,37 +2,40 @@
 
 ::
 
-    wait | warmup, active: recorded | activations | operators | operators with stacks: reads of values
+    wait | active: recorded | activations | on GPUs: launches of kernels | reads of values
 """
 
 from __future__ import annotations
 
 import math
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.profilers import Profiler, PyTorchProfiler
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.profiler import profile
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.profile.operator_trace import launches_of, operators_of, reads_of, traced
-from lightning_multigpu.callbacks.profile.profiled_steps import ProfiledStep, TimedTransfer, figures_of, medians
+from lightning_multigpu.callbacks.profile.profiled_steps import (
+    ProfiledStep,
+    Span,
+    TimedTransfer,
+    figures_of,
+    medians,
+    partition,
+    phase_of,
+)
+from lightning_multigpu.callbacks.profile.traced_steps import launches_of, reads_of, traced
 from lightning_multigpu.communication.metering.clocks import synchronise
-from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.engine.training_memory import SavedActivations
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.rank_figures import LaunchQueue, OperatorTime, RankFigures, ReadValues
-from lightning_multigpu.planning.step_phases import Span, partition, phase_of
-from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, ReadValues
+from lightning_multigpu.strategies.run_view import view_of
 
 _FEWEST = 5
 """Steps that are counted however long they take."""
@@ -82,16 +85,14 @@ class ProfiledWindow:
         self,
         trainer: Trainer,
         wait: int,
-        warmup: int,
         active: int | timedelta,
         *,
-        operators: bool | None,
+        trace: bool | None,
         activations: bool,
         waits_for_device: bool,
-        trace: Path | None,
     ) -> None:
-        meter = getattr(trainer.strategy, "meter", None)
-        self._meter = meter if isinstance(meter, Meter) else None
+        self._view = view_of(trainer)
+        self._meter = self._view.meter
         self.now: Callable[[], float] = time.perf_counter if self._meter is None else self._meter.now
         self._device = trainer.strategy.root_device if waits_for_device else torch.device("cpu")
         self._rank = trainer.global_rank
@@ -104,20 +105,18 @@ class ProfiledWindow:
         self._end_s = math.inf
         self._counted: list[tuple[float, float, int]] = []
         self._activations = activations
-        on_gpu = trainer.strategy.root_device.type == "cuda"
+        self._on_gpu = trainer.strategy.root_device.type == "cuda"
         # A second torch.profiler would empty the first.
         beside = isinstance(_profiler(trainer), PyTorchProfiler)
-        self._records_operators = (on_gpu if operators is None else operators) and not beside
-        self._operators: list[OperatorTime] = []
+        self._traces = (self._on_gpu if trace is None else trace) and not beside
         self._reads: list[ReadValues] = []
         self._launches: LaunchQueue | None = None
-        self._trace = trace
         self.is_over = False
         self.stages: StageRecord | None = None
         self.activations_bytes: int | None = None
         self.batches = 0
         self.interrupted = False
-        self._course = self._steps(trainer, wait, warmup, active)
+        self._course = self._steps(trainer, wait, active)
         next(self._course)
 
     def step_ends(self) -> None:
@@ -125,13 +124,13 @@ class ProfiledWindow:
         self.batches = 0
         self.interrupted = False
 
-    def close(self, trainer: Trainer) -> None:
+    def close(self) -> None:
         """Training has ended, maybe within the window."""
         if self._meter is not None:
             self._meter.flush()
         self.stop()
         if self.stages is None and self._counted:
-            self.stages = _stages_of(trainer)
+            self.stages = self._view.stage_record()
 
     def stop(self) -> None:
         """Puts back what the window has replaced."""
@@ -139,7 +138,7 @@ class ProfiledWindow:
         if self._meter is not None and self._meter.listener == self._heard:
             self._meter.listener = None
 
-    def _steps(self, trainer: Trainer, wait: int, warmup: int, active: int | timedelta) -> Generator[None]:
+    def _steps(self, trainer: Trainer, wait: int, active: int | timedelta) -> Generator[None]:
         """What is measured in which step; each ``yield`` returns at the end of an optimizer step."""
         for _ in range(wait):
             yield
@@ -148,22 +147,19 @@ class ProfiledWindow:
             while not self._is_enough(active):
                 yield
                 begin_s, start_s = start_s, self.now()
-                if self.interrupted:
-                    continue
-                if warmup > 0:
-                    warmup -= 1
-                else:
+                if not self.interrupted:
                     self._counted.append((begin_s, start_s, self.batches))
-        self.stages = _stages_of(trainer)
+        self.stages = self._view.stage_record()
         if self._activations:
             module = trainer.lightning_module
             saved = SavedActivations([*module.parameters(), *module.buffers()])
             with saved.counted():
                 yield
             self.activations_bytes = saved.peak_bytes
-        if self._records_operators:
-            with traced(self._write, with_stack=False):
-                yield
+        if self._traces:
+            if self._on_gpu:
+                with traced(self._count_launches, with_stack=False):
+                    yield
             # Stacks make the host slower, so that it would not be ahead of its GPU.
             with traced(lambda recorded: self._reads.extend(reads_of(recorded)), with_stack=True):
                 yield
@@ -175,19 +171,8 @@ class ProfiledWindow:
         seconds = active.total_seconds()
         return len(self._counted) >= _FEWEST and self._counted[-1][1] - self._counted[0][0] >= seconds
 
-    def _write(self, recorded: profile) -> None:
-        """Keeps the operators of a step, and writes its trace."""
-        self._operators = operators_of(recorded)
-        with tempfile.TemporaryDirectory() as directory:
-            path = self._trace or Path(directory) / "trace.json.gz"
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                recorded.export_chrome_trace(str(path))
-                if torch.cuda.is_available():
-                    self._launches = launches_of(path)
-            except (OSError, ValueError) as error:  # training goes on: no room, or half a file
-                rank_zero_warn(f"the trace of a step was not written: {error}")
-                self._trace = None
+    def _count_launches(self, recorded: profile) -> None:
+        self._launches = launches_of(recorded)
 
     def figures(self, parameters_bytes: int) -> RankFigures:
         """The figures of this rank, which holds ``parameters_bytes`` of parameters."""
@@ -201,9 +186,7 @@ class ProfiledWindow:
             is_metered=self._meter is not None,
             data_workers=self._workers,
             parameters_bytes=parameters_bytes,
-            operators=self._operators,
             launches=self._launches,
-            trace=str(self._trace) if self._operators and self._trace else None,
             reads=self._reads,
             **(figures_of(steps) if steps else {"steps": 0, "phases_s": {}}),
         )
@@ -253,11 +236,6 @@ class ProfiledWindow:
     def _heard(self, transfers: list[Transfer], exposed: list[tuple[float, float]]) -> None:
         self._transfers += [transfer for transfer in transfers if transfer.interval()[0] < self._end_s]
         self._exposed += [interval for interval in exposed if interval[0] < self._end_s]
-
-
-def _stages_of(trainer: Trainer) -> StageRecord | None:
-    strategy = trainer.strategy
-    return strategy.stage_record() if isinstance(strategy, MultiGPUStrategy) else None
 
 
 def _profiler(trainer: Trainer) -> Profiler:

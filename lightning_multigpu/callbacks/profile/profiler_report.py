@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from lightning_multigpu.callbacks.profile.model_figures import model_figures
 from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow
-from lightning_multigpu.callbacks.run_report import RunReport, is_fast_dev_run
-from lightning_multigpu.planning.rank_figures import ModelFigures
+from lightning_multigpu.callbacks.run_report import RunReport
 from lightning_multigpu.report import document, page
-from lightning_multigpu.strategies.base import MultiGPUStrategy
+from lightning_multigpu.report.rank_figures import ModelFigures
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 
 
@@ -24,18 +23,16 @@ class ProfilerReport(RunReport):
     """A :class:`RunReport` that profiles a window of optimizer steps, and says which parts of a step take its time.
 
     The report begins with what limits a step. It has the phases of a step for each rank (see
-    :mod:`lightning_multigpu.planning.step_phases`) and the diagnosis: each reason for long steps with its evidence, its
+    :data:`.PHASES`) and the diagnosis: each reason for long steps with its evidence, its
     remedy, and the predicted step time with that remedy, the largest saving first. A saving below 5 % of a step is not
     shown. ``report.html``, beside ``multigpu_report.json``, is a page of it.
 
-    The window is counted in optimizer steps: first ``wait`` steps, then ``warmup`` steps that are recorded but not
-    counted, then ``active`` steps that are counted. Steps with a validation or the end of an epoch in them are
-    replaced by later ones. With ``activations``, the activations that autograd keeps for backward are counted in one
-    further step. With ``operators``, and on GPUs, torch's profiler records two further steps: each rank writes the
-    trace of the first, ``trace_rank0.json.gz`` and so on, for https://ui.perfetto.dev, which opens several at once; the
-    second one shows which functions wait for values of tensors.
+    The window is counted in optimizer steps: first ``wait`` steps, then ``active`` steps that are counted. Steps with a
+    validation or the end of an epoch in them are replaced by later ones. With ``activations``, the activations that
+    autograd keeps for backward are counted in one further step. With ``trace``, and on GPUs, torch's profiler records
+    further steps, which show whether the host runs ahead of its GPU, and which functions wait for values of tensors.
 
-    With ``Trainer(profiler="pytorch")``, whose profiler writes operators itself, none are recorded beside it. Its steps
+    ``Trainer(profiler="pytorch")`` writes operators and their timelines; no steps are recorded beside it. Its steps
     take longer: keep its schedule apart from the window.
 
     The figures come from the actions that Lightning reports to its profiler, which still receives them, from the
@@ -44,44 +41,39 @@ class ProfilerReport(RunReport):
 
     Args:
         wait: optimizer steps before the window; the first ones pay for allocations and for what is compiled.
-        warmup: steps at its beginning that are not counted.
         active: steps that are counted; or the time for which they are, at least 5.
-        operators: whether two steps are recorded by torch's profiler, whose first start takes seconds. None: on GPUs,
-            where it tells whether the host runs ahead of its GPU, and what makes it wait.
+        trace: whether torch's profiler records steps, whose first start takes seconds. None: on GPUs.
         activations: whether the activations that autograd keeps for backward are counted in one step. Saved-tensor
             hooks count them: ``torch.func.grad`` and related functions raise an error under such hooks, and compiled
             layers may be compiled once more.
         for_plan: whether the profile has what ``lightning-multigpu plan --profile`` needs of one device: activations,
             and on the first batch trial steps that time gradients and layers. They leave the
             module as it was. On GPUs the host waits for the device between phases.
-        print_table, write_file: as those of :class:`RunReport`, for all files.
+        print_table, write_file: as those of :class:`RunReport`, for both files.
 
     Raises:
-        ValueError: ``wait`` or ``warmup`` is below 0, ``active`` below 1.
+        ValueError: ``wait`` is below 0, ``active`` below 1.
     """
-
-    profiles: ClassVar[bool] = True
 
     def __init__(
         self,
         *,
-        wait: int = 5,
-        warmup: int = 1,
+        wait: int = 6,
         active: int | timedelta = 10,
-        operators: bool | None = None,
+        trace: bool | None = None,
         activations: bool = False,
         for_plan: bool = False,
         print_table: bool = True,
         write_file: bool = True,
     ) -> None:
         super().__init__(print_table=print_table, write_file=write_file)
-        for name, value, least in (("wait", wait, 0), ("warmup", warmup, 0), ("active", active, 1)):
+        for name, value, least in (("wait", wait, 0), ("active", active, 1)):
             if isinstance(value, int) and value < least:
                 raise ValueError(f"{name}={value}: must be at least {least} optimizer steps")
         self.page_path: Path | None = None
         """The path of ``report.html``, on rank 0."""
-        self._window_steps = wait, warmup, active
-        self._operators, self._activations, self._for_plan = operators, activations or for_plan, for_plan
+        self._wait, self._active = wait, active
+        self._trace, self._activations, self._for_plan = trace, activations or for_plan, for_plan
         self._window: ProfiledWindow | None = None
         self._model: ModelFigures | None = None
         self.pipeline_options: PipelineOptions | None = None
@@ -94,25 +86,22 @@ class ProfilerReport(RunReport):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._is_active:
-            self._step = trainer.global_step
-            writes = self._write_file and not is_fast_dev_run(trainer) and "://" not in self._directory
-            self._window = ProfiledWindow(
-                trainer,
-                *self._window_steps,
-                operators=self._operators,
-                activations=self._activations,
-                waits_for_device=self._for_plan,
-                trace=Path(self._directory) / f"trace_rank{trainer.global_rank}.json.gz" if writes else None,
-            )
-            if isinstance(trainer.strategy, MultiGPUStrategy):
-                trainer.strategy.record_stages()
+        self._step = trainer.global_step
+        self._window = ProfiledWindow(
+            trainer,
+            self._wait,
+            self._active,
+            trace=self._trace,
+            activations=self._activations,
+            waits_for_device=self._for_plan,
+        )
+        self._view.record_stages()
         self._model = None
         super().on_train_start(trainer, pl_module)
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if self._is_active and self._for_plan and self._model is None:
+        if self._for_plan and self._model is None:
             self._model = model_figures(trainer, batch, batch_idx, self.pipeline_options)
 
     @override
@@ -140,7 +129,7 @@ class ProfilerReport(RunReport):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
         if self._window is not None:
-            self._window.close(trainer)
+            self._window.close()
             if self._memory is not None:
                 self._memory = replace(self._memory, activations_bytes=self._window.activations_bytes)
 
@@ -163,10 +152,9 @@ class ProfilerReport(RunReport):
         has_profile = self.report is not None and "profile" in self.report
         self.page_path = self.path and (self.path.with_name(page.FILE_NAME) if has_profile else None)
         if self._window is not None and self.report is not None and not has_profile:
-            first = sum(self._window_steps[:2])
             rank_zero_warn(
-                f"ProfilerReport profiled no step: training ended within the first {first} steps, or each later step "
-                "had a validation or the end of an epoch in it; pass a smaller wait or warmup, or train longer"
+                f"ProfilerReport profiled no step: training ended within the first {self._wait} steps, or each later "
+                "step had a validation or the end of an epoch in it; pass a smaller wait, or train longer"
             )
         self._window = None
 

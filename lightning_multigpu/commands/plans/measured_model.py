@@ -238,7 +238,7 @@ def _train(subject: PlannedModule, num_ranks: int, is_alone: bool, connection: C
     os.dup2(nowhere, 2)
     is_whole = num_ranks == 1
     report = ProfilerReport(
-        wait=2, active=_ACTIVE, operators=False, activations=is_alone, for_plan=is_whole and is_alone,
+        wait=3, active=_ACTIVE, trace=False, activations=is_alone, for_plan=is_whole and is_alone,
         print_table=False, write_file=False,
     )  # fmt: skip
     report.pipeline_options = subject.pipeline_options

@@ -41,16 +41,11 @@ class CompressedAllReduce:
     Attributes:
         ring: reduces tensors other than gradients, without loss.
         step_is_finite: whether all sums of the step under way have been finite so far.
-
-    Raises:
-        ValueError: ``segment_elements`` is below 1.
     """
 
     def __init__(
         self, group: dist.ProcessGroup, compressor: Compressor, *, segment_elements: int = DEFAULT_SEGMENT_ELEMENTS
     ) -> None:
-        if segment_elements < 1:
-            raise ValueError(f"segment_elements={segment_elements}: a message must hold at least 1 element")
         self.compressor = compressor
         self.step = 0
         self._segment_elements = segment_elements

@@ -12,8 +12,8 @@ import torch
 class Clock(Protocol):
     """A source of opaque marks; on a GPU a mark's time is known only when the device has reached it."""
 
-    def mark(self, like: Any = None) -> Any:
-        """The present moment, on the device of the mark ``like`` if it is given: a thread may have another one."""
+    def mark(self) -> Any:
+        """The present moment."""
 
     def passed(self, mark: Any) -> bool:
         """Whether the time of the mark is known."""
@@ -34,7 +34,7 @@ class HostClock:
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
         self._now = now
 
-    def mark(self, like: Any = None) -> float:
+    def mark(self) -> float:
         return self._now()
 
     def passed(self, mark: float) -> bool:
@@ -60,11 +60,8 @@ class StreamClock:
         self._now = now
         self._device = device
 
-    def mark(self, like: torch.cuda.Event | None = None) -> torch.cuda.Event:
-        if like is None or like.device.index == torch.cuda.current_device():
-            return recorded_event()
-        with torch.cuda.device(like.device):
-            return recorded_event()
+    def mark(self) -> torch.cuda.Event:
+        return recorded_event()
 
     def passed(self, mark: torch.cuda.Event) -> bool:
         return bool(mark.query())  # type: ignore[no-untyped-call]

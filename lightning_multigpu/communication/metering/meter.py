@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -11,8 +10,8 @@ from typing import Any
 
 import torch
 
-from lightning_multigpu.communication.metering.clocks import HostClock, StreamClock
-from lightning_multigpu.communication.metering.records import PendingStep, StreamWatch, Transfer, Wait
+from lightning_multigpu.communication.metering.clocks import StreamClock, recorded_event
+from lightning_multigpu.communication.metering.records import Mark, PendingStep, StreamWatch, Transfer, Wait
 from lightning_multigpu.communication.metering.traffic import (
     Interval,
     OperationTotals,
@@ -24,41 +23,43 @@ from lightning_multigpu.communication.metering.traffic import (
 )
 
 _MAX_STEPS = 4096
+_MOST_RECORDS = 1 << 14
+"""Records of steps that nobody has asked for; older steps are forgotten."""
 _EPOCH_S = 60.0
 _LATE_S = 0.2
 """Gloo's threads report the end of a transfer a moment after a thread that waits for it continues."""
 
 
 class Meter:
-    """Records every transfer of this rank and sums them up per optimizer step.
+    """Records every transfer of this rank, and sums up those of an optimizer step when somebody asks.
 
     A blocking transfer is exposed as a whole. Another transfer is exposed while the main thread waits, which is
-    reported by :meth:`waited`. Any thread may record; the main thread ends steps.
+    reported by :meth:`waited`. Any thread may record; the main thread ends steps, and asks for them.
 
     On GPUs CUDA events on the transfers' own stream time them, and the meter waits for the device only once a minute:
     a step appears in :attr:`steps` once its events have passed, usually one step later.
 
     Args:
         clock: seconds, monotonic.
+
+    Attributes:
+        now: the clock.
+        listener: called with the transfers of each step, once all their times are known, and with the exposed
+            intervals.
     """
 
     def __init__(self, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.steps: deque[StepTraffic] = deque(maxlen=_MAX_STEPS)
-        self.listener: Callable[[list[Transfer], list[Interval]], None] | None = None
-        """Called with the transfers of each step, once all their times are known, and with the exposed intervals."""
-        self._notes: Any = None
         self.now = clock
-        """The meter's clock, in seconds."""
-        self._host_clock = HostClock(clock)
+        self.listener: Callable[[list[Transfer], list[Interval]], None] | None = None
+        self._notes: Any = None
         self._stream_clock = StreamClock(clock)
         self._stream_origin: tuple[torch.cuda.Event, float] | None = None
         self._stream_watch = StreamWatch()
-        self._lock = threading.Lock()
+        self._steps: deque[StepTraffic] = deque(maxlen=_MAX_STEPS)
         self._pending: deque[PendingStep] = deque()
+        self._num_records = 0  # of pending steps
         self._next_index = 0
-        self._transfers: list[Transfer]
-        self._waits: list[Wait]
-        self._open_step()
+        self.discard()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Meter, ()  # a spawned rank starts with an empty meter
@@ -119,14 +120,13 @@ class Meter:
             note = self._notes.began(operation, group=group, ranks=ranks, awaited=awaited)
         if sent_bytes is None:
             sent_bytes = round(sent_share(operation, group_size) * size_bytes)
-        origin = self._origin() if on_stream else self._host_clock.origin()
-        clock = self._stream_clock if on_stream else self._host_clock
+        origin = self._origin() if on_stream else None
         transfer = Transfer(
-            clock=clock, origin=origin, start=clock.mark(), operation=operation, group=group, group_size=group_size,
-            size_bytes=size_bytes, sent_bytes=sent_bytes, blocking=blocking, memory_bytes=memory_bytes, note=note,
+            start=recorded_event() if on_stream else self.now(), origin=origin, operation=operation, group=group,
+            group_size=group_size, size_bytes=size_bytes, sent_bytes=sent_bytes, blocking=blocking, now=self.now,
+            memory_bytes=memory_bytes, note=note,
         )  # fmt: skip
-        with self._lock:
-            self._transfers.append(transfer)
+        self._transfers.append(transfer)
         if note is not None and on_stream:
             self._stream_watch.add(transfer)
         return transfer
@@ -135,43 +135,64 @@ class Meter:
         """:meth:`begin` for a collective that the main thread waits for."""
         return self.begin(operation, blocking=True, **described)
 
-    def waited(self, start_s: float, end_s: float) -> None:
-        """The main thread waited for transfers from ``start_s`` to ``end_s`` on the meter's clock."""
-        if end_s > start_s:
-            self._add_wait(Wait(clock=self._host_clock, origin=self._host_clock.origin(), start=start_s, end=end_s))
+    def mark(self, *, on_stream: bool) -> Mark:
+        """This moment, or an event on the current CUDA stream."""
+        return recorded_event() if on_stream else self.now()
 
-    def waited_on_stream(self, start: torch.cuda.Event) -> None:
-        """The current CUDA stream did nothing but wait for transfers from the event ``start`` to this moment."""
-        clock = self._stream_clock
-        self._add_wait(Wait(clock=clock, origin=self._origin(), start=start, end=clock.mark()))
+    def waited(self, start: Mark, end: Mark | None = None) -> None:
+        """The main thread, or the current CUDA stream, did nothing but wait for transfers between two marks.
+
+        ``end`` is this moment by default.
+        """
+        on_stream = isinstance(start, torch.cuda.Event)
+        end = self.mark(on_stream=on_stream) if end is None else end
+        self._waits.append(Wait(start=start, end=end, origin=self._origin() if on_stream else None))
+
+    @property
+    def steps(self) -> deque[StepTraffic]:
+        """The newest steps whose transfers have ended; no later step comes before an earlier one."""
+        while self._pending and self._pending[0].done():
+            step = self._dropped()
+            traffic, exposed = _sum_up(step)
+            if self.listener is not None:
+                self.listener(step.transfers, exposed)
+            self._steps.append(traffic)
+        return self._steps
 
     def end_step(self) -> None:
         """Closes the current optimizer step: what is recorded from now on belongs to the next one."""
         if self._stream_origin is not None and self.now() - self._stream_origin[1] > _EPOCH_S:
             self._stream_origin = self._stream_clock.origin()
-        with self._lock:
-            step = PendingStep(self._next_index, self._start_s, self.now(), self._transfers, self._waits)
-            self._pending.append(step)
-            self._next_index += 1
-            self._open_step(step.end_s)
-        self._resolve()
+        step = PendingStep(self._next_index, self._start_s, self.now(), self._transfers, self._waits)
+        self._pending.append(step)
+        self._num_records += step.num_records
+        self._next_index += 1
+        self.discard(step.end_s)
+        while self._num_records > _MOST_RECORDS and len(self._pending) > 1:
+            self._dropped()
+        if self.listener is not None:
+            _ = self.steps
 
-    def discard(self) -> None:
+    def _dropped(self) -> PendingStep:
+        step = self._pending.popleft()
+        self._num_records -= step.num_records
+        return step
+
+    def discard(self, now_s: float | None = None) -> None:
         """Forgets what was recorded since the last step ended: the start of training, validation and the like."""
-        with self._lock:
-            self._open_step()
+        self._transfers: list[Transfer] = []
+        self._waits: list[Wait] = []
+        self._start_s = self.now() if now_s is None else now_s
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
         """Forgets, at the end of the block, what was recorded within it."""
-        with self._lock:
-            kept = self._transfers, self._waits
-            self._open_step(self._start_s)
+        kept = self._transfers, self._waits
+        self.discard(self._start_s)
         try:
             yield
         finally:
-            with self._lock:
-                self._transfers, self._waits = kept
+            self._transfers, self._waits = kept
 
     def flush(self) -> None:
         """Waits for the events of all ended steps, so that :attr:`steps` is complete.
@@ -183,19 +204,9 @@ class Meter:
         deadline_s = time.monotonic() + _LATE_S
         while not all(step.done() for step in self._pending) and time.monotonic() < deadline_s:
             time.sleep(_LATE_S / 100)
-        with self._lock:
-            for step in self._pending:
-                step.transfers = [transfer for transfer in step.transfers if transfer.done()]
-        self._resolve()
-
-    def _open_step(self, start_s: float | None = None) -> None:
-        self._transfers = []
-        self._waits = []
-        self._start_s = self.now() if start_s is None else start_s
-
-    def _add_wait(self, wait: Wait) -> None:
-        with self._lock:
-            self._waits.append(wait)
+        for step in self._pending:
+            step.transfers = [transfer for transfer in step.transfers if transfer.done()]
+        _ = self.steps
 
     def _origin(self) -> tuple[torch.cuda.Event, float]:
         """The origin of the CUDA clock, renewed once a minute: CUDA gives the time between events as a float32 in ms.
@@ -206,14 +217,6 @@ class Meter:
         if self._stream_origin is None:
             self._stream_origin = self._stream_clock.origin()
         return self._stream_origin
-
-    def _resolve(self) -> None:
-        while self._pending and self._pending[0].done():
-            step = self._pending.popleft()
-            traffic, exposed = _sum_up(step)
-            if self.listener is not None:
-                self.listener(step.transfers, exposed)
-            self.steps.append(traffic)
 
 
 def _sum_up(step: PendingStep) -> tuple[StepTraffic, list[Interval]]:

@@ -3,48 +3,53 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from lightning_multigpu.communication.metering.clocks import Clock
+from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.traffic import Interval
 
 _LOOK_S = 0.5
 
 
-@dataclass(kw_only=True)
+Mark = float | torch.cuda.Event
+"""A moment: seconds on the host's clock, or an event on a CUDA stream, whose time is known when it has passed."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Wait:
     """A time in which the main thread, or the compute stream, does nothing but wait for transfers.
 
     Attributes:
-        clock: the clock of the marks.
-        origin: a mark of the clock and its time on the host's clock.
-        start, end: its marks; None before the end.
+        start, end: None before the end.
+        origin: of events: an event and its time on the host's clock.
     """
 
-    clock: Clock = field(repr=False)
-    origin: tuple[Any, float] = field(repr=False)
     start: Any
     end: Any = None
+    origin: tuple[torch.cuda.Event, float] | None = field(default=None, repr=False)
 
     def done(self) -> bool:
-        # The two may be on different streams, of which either may be behind.
-        return self.end is not None and self.clock.passed(self.end) and self.clock.passed(self.start)
+        # Two events may be on different streams, of which either may be behind.
+        return self.end is not None and (self.origin is None or (self.end.query() and self.start.query()))
 
     def interval(self) -> Interval:
         """Start and end on the host's clock."""
-        mark, mark_s = self.origin
-        return mark_s + self.clock.seconds(mark, self.start), mark_s + self.clock.seconds(mark, self.end)
+        if self.origin is None:
+            return self.start, self.end
+        event, event_s = self.origin
+        return event_s + event.elapsed_time(self.start) / 1e3, event_s + event.elapsed_time(self.end) / 1e3
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class Transfer(Wait):
     """One transfer under way; the thread that sees its end calls :meth:`finish`, or :meth:`broke` at an error.
 
     As a context manager it ends with the block. On a CUDA stream the host does not wait for the end of a transfer:
-    :meth:`report` checks for it.
+    :meth:`report` checks for it. ``now`` is the host's clock.
     """
 
     operation: str
@@ -53,6 +58,7 @@ class Transfer(Wait):
     size_bytes: int
     sent_bytes: int
     blocking: bool
+    now: Callable[[], float] = field(repr=False)
     memory_bytes: int = 0
     note: Any = field(default=None, repr=False)  # what Meter.notes has returned
     is_reached: bool = False
@@ -67,8 +73,8 @@ class Transfer(Wait):
             self.broke()
 
     def finish(self) -> None:
-        self.end = self.clock.mark(self.start)
-        if self.note is not None and self.clock.passed(self.end):
+        self.end = self.now() if self.origin is None else event_beside(self.start)
+        if self.note is not None and (self.origin is None or self.end.query()):
             self.note.ended()
 
     def report(self) -> bool:
@@ -77,16 +83,24 @@ class Transfer(Wait):
             if self.note is not None:
                 self.note.ended()
             return True
-        if self.note is not None and not self.is_reached and self.clock.passed(self.start):
+        if self.note is not None and not self.is_reached and self.start.query():
             self.is_reached = True
             self.note.awaited()
         return False
 
     def broke(self) -> None:
         """Ends the transfer after an error."""
-        self.end = self.clock.mark(self.start)
+        self.end = self.now() if self.origin is None else event_beside(self.start)
         if self.note is not None:
             self.note.broke()
+
+
+def event_beside(event: torch.cuda.Event) -> torch.cuda.Event:
+    """A new event on the device of another one: the thread that sees a transfer's end may have another device."""
+    if event.device.index == torch.cuda.current_device():
+        return recorded_event()
+    with torch.cuda.device(event.device):
+        return recorded_event()
 
 
 @dataclass
@@ -98,6 +112,9 @@ class PendingStep:
     end_s: float
     transfers: list[Transfer]
     waits: list[Wait]
+
+    def __post_init__(self) -> None:
+        self.num_records = 1 + len(self.transfers) + len(self.waits)
 
     def done(self) -> bool:
         return all(record.done() for record in (*self.transfers, *self.waits))

@@ -55,7 +55,6 @@ class SharedMemoryAllReduce:
         timeout_s: seconds that a rank waits for the others.
 
     Raises:
-        ValueError: an option is out of its range.
         SharedMemoryUnavailableError: the ranks cannot share memory; all ranks raise.
     """
 
@@ -109,7 +108,7 @@ class SharedMemoryAllReduce:
         self.plan(tensor, average=average)()
         return tensor
 
-    def plan(self, tensor: Tensor, *, average: bool = False) -> Callable[[], object]:
+    def plan(self, tensor: Tensor, *, average: bool = False) -> Callable[[], None]:
         """What reduces ``tensor`` whenever it is called, as long as the tensor's memory stays the same."""
         flat = _flat(tensor, average)
         moved = self._in_place.rows(flat) if flat.nbytes > IN_PLACE_FROM_BYTES else None

@@ -35,22 +35,16 @@ Stage = Callable[[int], object]
 class SharedBuffers:
     """Buffers shared by the ranks of ``group``. The constructor is a collective, and reserves the memory.
 
-    ``chunk_bytes`` limits a slot's size; a buffer has one slot for each rank, and one for sums.
+    ``chunk_bytes``, 64 or more a rank, limits a slot's size; a buffer has a slot for each rank, and one for sums.
 
     Raises:
-        ValueError: an option is out of its range.
         SharedMemoryUnavailableError: the ranks cannot share memory; all ranks raise.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, chunk_bytes: int, timeout_s: float) -> None:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        smallest = _ALIGNMENT_BYTES * self.world_size
-        if chunk_bytes < smallest:
-            raise ValueError(f"chunk_bytes={chunk_bytes}: must be {smallest} or more, {_ALIGNMENT_BYTES} for each rank")
-        if timeout_s <= 0:
-            raise ValueError(f"timeout_s={timeout_s}: must be above 0")
-        self.chunk_bytes = chunk_bytes - chunk_bytes % smallest
+        self.chunk_bytes = chunk_bytes - chunk_bytes % (_ALIGNMENT_BYTES * self.world_size)
         self._interval = 0
         shape = (_BUFFERS, self.world_size + 1, self.chunk_bytes)
         barrier_bytes = Barrier.size_bytes(self.world_size)

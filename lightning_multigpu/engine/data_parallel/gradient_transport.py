@@ -16,7 +16,7 @@ from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.data_parallel.reducer import CommHook, GradientReducer
-from lightning_multigpu.planning.strategy_options import usual_bucket_bytes
+from lightning_multigpu.planning.numbers import usual_bucket_bytes
 
 _AXIS = "data"
 _HOST_MEMORY_BACKEND = "gloo"
@@ -52,7 +52,7 @@ class GradientTransport:
     def options(self) -> dict[str, Any]:
         """The options about compression and shared memory, for reports."""
         return {
-            "compression": None if self.compressor is None else repr(self.compressor),
+            "compression": None if self.compressor is None else self.compressor.name,
             "shared_memory": self.shared_memory,
         }
 
@@ -117,8 +117,8 @@ class GradientTransport:
             between = ring if self.compressor is None else CompressedAllReduce(between_group, self.compressor)
         elif self.compressor is not None:
             warn(
-                f"compression={self.compressor!r} has no effect: all ranks are on one host, where they share memory. "
-                "shared_memory=False compresses there too, and sends all sums through sockets."
+                f"compression={self.compressor.name!r} has no effect: all ranks are on one host, where they share "
+                "memory. shared_memory=False compresses there too, and sends all sums through sockets."
             )
         all_reduce = HierarchicalAllReduce(inside, between)
         groups.also_cut.append(all_reduce.abort)

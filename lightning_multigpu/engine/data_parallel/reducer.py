@@ -26,9 +26,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, Plan, SentBytes
-from lightning_multigpu.communication.metering.clocks import recorded_event
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, Plan
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.metering.records import Mark, Transfer
 from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.tensors import size_bytes
@@ -82,7 +82,8 @@ class GradientReducer:
     ) -> None:
         self._group = group
         self._world_size = dist.get_world_size(group)
-        self._ranks = ranks_text(dist.get_process_group_ranks(group))
+        ranks = ranks_text(dist.get_process_group_ranks(group))
+        self._transfer = partial(meter.begin, "all_reduce", group="data", group_size=self._world_size, ranks=ranks)
         self._meter = meter
         self._hook = hook
         self._nccl = dist.get_backend(group) == "nccl" and all_reduce is None
@@ -97,9 +98,8 @@ class GradientReducer:
         self._newest: Future[Tensor] | None = None
         self._error: BaseException | None = None
         self._is_complete = False
-        # The end of the last hook, on the main thread's clock or on its stream: from then on it only waits.
-        self._last_bucket_s: float | None = None
-        self._last_bucket: torch.cuda.Event | None = None
+        # The end of the last hook: from then on the main thread, or its stream, only waits.
+        self._last_bucket: Mark | None = None
 
     def attach(self, module: DistributedDataParallel) -> None:
         """Makes ``module`` reduce its gradients through this reducer, instead of the module attached before."""
@@ -121,11 +121,8 @@ class GradientReducer:
         Raises:
             BaseException: the exception of a bucket's transfer.
         """
-        if self._last_bucket_s is not None:
-            self._meter.waited(self._last_bucket_s, self._meter.now())
-            self._last_bucket_s = None
         if self._last_bucket is not None:
-            self._meter.waited_on_stream(self._last_bucket)
+            self._meter.waited(self._last_bucket)
             self._last_bucket = None
         if self._error is not None:
             error, self._error = self._error, None
@@ -141,7 +138,7 @@ class GradientReducer:
         if self.all_reduce is not None:
             self._begin(tensor, None, key, blocking=True)()
             return
-        with self._meter.blocking("all_reduce", on_stream=tensor.is_cuda, **self._described(tensor)):
+        with self._transfer(size_bytes=tensor.nbytes, blocking=True, on_stream=tensor.is_cuda):
             dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group)
 
     def end_step(self, loss_scale: float) -> None:
@@ -161,7 +158,7 @@ class GradientReducer:
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """The hook: ``bucket.buffer()`` (flat, one dtype) becomes the average over the ranks. Returns at once."""
         self._is_complete, buffer = bucket.is_last(), bucket.buffer()
-        since_s: float | None = None
+        since: Mark | None = None
         try:
             found: _Bucket | None = None
             if self._has_views or not (self._nccl or self._hook):
@@ -174,8 +171,9 @@ class GradientReducer:
             future: Future[Tensor] = Future()
             is_idle, self._newest = self._newest is None or self._newest.done(), future
             if self._is_complete and is_idle:  # no backward is left to hide it, and waking the thread takes time
-                since_s = self._meter.now()
-                self._tried(self._tried(self._begin, buffer, found) or _nothing)
+                since = self._meter.now()
+                if self._error is None:
+                    self._begin(buffer, found)()
                 future.set_result(buffer)
                 return future
             if self._thread is None:
@@ -191,10 +189,8 @@ class GradientReducer:
             failed.set_result(buffer)
             return failed
         finally:
-            if self._nccl or (self._hook is not None and buffer.is_cuda):
-                self._last_bucket = recorded_event()
-            else:
-                self._last_bucket_s = self._meter.now() if since_s is None else since_s
+            on_stream = self._nccl or (self._hook is not None and buffer.is_cuda)
+            self._last_bucket = self._meter.mark(on_stream=on_stream) if since is None else since
 
     def _found(self, bucket: GradBucket, buffer: Tensor) -> _Bucket:
         """What is known of the bucket, into which gradients are copied that are no longer views of it.
@@ -256,8 +252,8 @@ class GradientReducer:
         assert self.all_reduce is not None
         if buffer.is_sparse:
             # Gloo exchanges indices and values of sparse gradients itself; their size differs from rank to rank.
-            sent = SentBytes(size_bytes(buffer), 0)
-            with self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, sent)):
+            nbytes = size_bytes(buffer)
+            with self._transfer(size_bytes=nbytes, sent_bytes=nbytes, blocking=blocking):
                 dist.all_reduce(buffer, group=self._group)
                 buffer.div_(self._world_size)
             return _nothing
@@ -266,7 +262,10 @@ class GradientReducer:
             bucket = None  # the copy has another memory in each step
         make = partial(self.all_reduce.plan, staged, key, average=True)
         plan = make() if bucket is None or bucket.plan is None else bucket.plan
-        transfer = self._meter.begin("all_reduce", blocking=blocking, **self._described(buffer, plan.sent))
+        network, memory = plan.sent
+        transfer: Transfer = self._transfer(
+            size_bytes=buffer.nbytes, sent_bytes=network + memory, memory_bytes=memory, blocking=blocking
+        )
         try:
             if bucket is not None and bucket.plan is None:
                 if self.all_reduce.move(buffer, bucket.index):
@@ -279,15 +278,20 @@ class GradientReducer:
             raise
 
         def finish() -> None:
-            with transfer:
-                pending()
+            try:
+                if pending is not None:
+                    pending()
                 if staged is not buffer:
                     buffer.copy_(staged)
+            except BaseException:
+                transfer.broke()
+                raise
+            transfer.finish()
 
         return finish
 
     def _reduce_by_nccl(self, buffer: Tensor) -> Future[Tensor]:
-        transfer = self._meter.begin("all_reduce", on_stream=True, **self._described(buffer))
+        transfer: Transfer = self._transfer(size_bytes=buffer.nbytes, on_stream=True)
         work = dist.all_reduce(buffer, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
         assert work is not None
 
@@ -300,7 +304,7 @@ class GradientReducer:
 
     def _reduce_by_user_hook(self, state: Any, hook: CommHook, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
-        transfer = self._meter.begin("all_reduce", on_stream=buffer.is_cuda, **self._described(buffer))
+        transfer: Transfer = self._transfer(size_bytes=size_bytes(buffer), on_stream=buffer.is_cuda)
 
         def ended(future: Future[Any]) -> Any:
             transfer.finish()
@@ -317,18 +321,6 @@ class GradientReducer:
             transfer.broke()
             raise
         return future.then(ended)  # unlike a future of our own it keeps the streams that order a CUDA future's values
-
-    def _described(self, buffer: Tensor, sent: SentBytes | None = None) -> dict[str, Any]:
-        """The meter's arguments for a transfer; without ``sent``, the meter computes the bytes of an all-reduce."""
-        described = {
-            "group": "data",
-            "group_size": self._world_size,
-            "size_bytes": size_bytes(buffer),
-            "ranks": self._ranks,
-        }
-        if sent is not None:
-            described |= {"sent_bytes": sent.network + sent.memory, "memory_bytes": sent.memory}
-        return described
 
 
 def _nothing() -> None:

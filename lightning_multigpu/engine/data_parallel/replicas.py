@@ -32,8 +32,8 @@ def check_replicas(parameters: Iterable[tuple[str, Tensor]], group: MeteredGroup
         raise RuntimeError(
             f"{found}\n"
             "Likely causes: a hook that draws random numbers, which differ from rank to rank; a parameter that is "
-            "changed outside the optimizer, by values of one rank; gradients that are set or changed on one rank. Make "
-            "such changes from values that all ranks have, or broadcast them from one rank. "
+            "changed outside the optimizer, by the samples of its rank (make it a buffer); gradients that are set or "
+            "changed on one rank. Make such changes from values that all ranks have, or broadcast them from one rank. "
             "check_replicas_every_n_steps=1 finds the step; 0 checks nothing, where ranks are meant to differ or their "
             "processors round differently"
         )

@@ -66,12 +66,8 @@ def _gathered_tensors(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor
 def _has_entry_of_each_sample(outputs: Sequence[list[Any]], sizes: Sequence[int]) -> bool:
     if any(len(output) != size for output, size in zip(outputs, sizes, strict=True)):
         return False
-    batched = [
-        isinstance(entry, Tensor) and entry.ndim > 0 and len(entry) == size
-        for output, size in zip(outputs, sizes, strict=True)
-        for entry in output
-    ]
-    return not (batched and all(batched))
+    entries = [(entry, size) for output, size in zip(outputs, sizes, strict=True) for entry in output]
+    return not entries or not all(isinstance(e, Tensor) and e.ndim and len(e) == size for e, size in entries)
 
 
 def on_device(value: Any, device: torch.device) -> Any:

@@ -147,8 +147,3 @@ def _copied_tensors(originals: Iterable[Tensor], device: torch.device) -> dict[i
                 copy = nn.Parameter(copy, requires_grad=original.requires_grad)
             copies[id(original)] = copy
     return copies
-
-
-def parameters_of(replicas: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """The parameters of each replica that need a gradient, in the order of the first replica's."""
-    return [[parameter for parameter in replica.parameters() if parameter.requires_grad] for replica in replicas]

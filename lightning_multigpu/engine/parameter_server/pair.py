@@ -1,40 +1,45 @@
-"""A worker and a parameter server: two process groups of two, outside of the job's own groups.
+"""A worker and a parameter server: two TCP connections, one for messages and one for tensors.
 
-A message is a pickled value. Tensors travel beside the messages, over a connection of their own: a message does not
-wait behind gradients that are on their way. The ends of one host share memory for tensors, and only tell each other
-that a tensor is there::
+A message is a pickled value. Tensors have a connection of their own: a message does not wait behind gradients that are
+on their way. The ends of one host share memory for tensors, and only tell each other that a tensor is there::
 
     worker   .grad --copied--> [ out  ]               [ into ] --copied--> parameters
     ............................  |  ....................^..........................
     server                     [ into ] average, update [ out  ]
+
+The connections are sockets and no process group, because a wait has to end with its connection. Gloo tells nobody of a
+transfer that is under way when its connection ends (``Pair::signalException`` in gloo/transport/tcp/pair.cc passes over
+the operations that it is reading or writing), and who waits for it waits until a timeout.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import pickle
-import re
+import secrets
+import socket
+import struct
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 
-_NEVER = timedelta(days=365)
-_FRAME_BYTES = 4096  # a longer message takes two transfers
-_LENGTH_BYTES = 8
-_FRAME, _REST = 0, 1
 _ALIGNMENT_BYTES = 64
-_THERE = torch.ones(1, dtype=torch.uint8)
-_OF_CONNECTION = re.compile(r"(?i)^\[\S*gloo/|connect|timed? ?out|closed")  # Gloo has one type for all of its errors
+_LENGTH, _HEADER = struct.Struct("<q"), struct.Struct("<qq")  # of a message; the number of a tensor, and its bytes
+_TOKEN_BYTES = 32
+_HELLO = struct.Struct(f"<{_TOKEN_BYTES}sIB64s")  # token, worker, 0 or 1 for messages or tensors, the worker's address
+_HELLO_S = 5.0
+_LAST_WORDS_S = 1
+_TIME = struct.Struct("ll")  # struct timeval
 
 
 class PairEndedError(RuntimeError):
@@ -48,105 +53,73 @@ class LastWords:
     text: str
 
 
-class Reply:
-    """A message that the other end is going to send, expected before that: it arrives even if the other end fails."""
-
-    def __init__(self, pair: Pair) -> None:
-        self._pair = pair
-        self._frame = torch.empty(_FRAME_BYTES, dtype=torch.uint8)
-        self._work = pair.requests.recv([self._frame], pair.other, _FRAME)
-
-    def get(self) -> Any:
-        """Waits for the message; messages are to be got in the order in which they were expected.
-
-        Raises:
-            PairEndedError: the other end has ended, or it has failed and says why.
-        """
-        with self._pair.failing():
-            self._work.wait()
-            length = int(self._frame[:_LENGTH_BYTES].view(torch.int64))
-            data = self._frame[_LENGTH_BYTES:][:length]
-            if length > data.numel():
-                rest = torch.empty(length - data.numel(), dtype=torch.uint8)
-                self._pair.requests.recv([rest], self._pair.other, _REST).wait()
-                data = torch.cat([data, rest])
-        message, news = pickle.loads(data.numpy().tobytes())
-        if isinstance(message, LastWords):
-            raise PairEndedError(f"{self._pair.label} has failed: {message.text}")
-        if news is not None:
-            self._pair.news = news
-        return message
-
-    @contextlib.contextmanager
-    def arriving(self) -> Iterator[None]:
-        """Within the block the other end is sent something, or sends it before the message; if it fails, it says why.
-
-        Raises:
-            PairEndedError: the other end has ended, or it has failed and says why.
-        """
-        try:
-            yield
-        except PairEndedError:
-            self.get()
-            raise
-
-
 class Pair:
-    """One end of the connections between a worker and a server; made by both ends at the same time.
+    """One end of the connections between a worker and a server, as :func:`connected` and :func:`accepted` make them.
 
     Args:
-        name: of the pair, the same at both ends.
         label: of the other end, for errors.
+        reads_ahead: a thread takes tensors as they come, so that the other end can send while this one computes.
 
     Attributes:
+        connections: for messages, and for tensors.
         shares_memory: both ends are on one host, and map memory of the server.
+        rooms: where the tensors of a part go; there is one before the other end is asked for a tensor.
         news: the last that came beside a message; None before.
-
-    Raises:
-        PairEndedError: the other end has not come in time.
+        background: a thread that works for this pair, one thing after the other.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        name: str,
-        *,
-        label: str,
-        is_server: bool,
-        connections: Connections,
-        timeout_s: float,
-    ) -> None:
-        self.label = label
-        self.other = 0 if is_server else 1
+    def __init__(self, requests: socket.socket, tensors: socket.socket, *, label: str, reads_ahead: bool) -> None:
+        self.label, self.connections = label, (requests, tensors)
         self.shares_memory = False
         self.news: Any = None
-        self._expected: Reply | None = None
-        self._sending = threading.Lock()
-        with self.failing(), connections.noted():
-            groups: list[Any] = [
-                dist.ProcessGroupGloo(
-                    PrefixStore(f"{name}/{each}", store), int(is_server), 2, timedelta(seconds=timeout_s)
-                )
-                for each in ("requests", "tensors")
-            ]
-        self.requests, self.tensors = groups
-        for group in groups:
-            group._set_default_timeout(_NEVER)  # the end of a connection ends its waits
+        self.background = ThreadPoolExecutor(1, f"to {label}")
+        self.rooms: dict[int, Tensor] = {}
+        self._arrived: Counter[int] = Counter()
+        self._last_words, self._is_read = "", False
+        self._sending, self._receiving, self._arriving = threading.Lock(), threading.Lock(), threading.Condition()
+        self._reader: threading.Thread | None = None
+        if reads_ahead:
+            self._reader = threading.Thread(target=self._read_ahead, name=f"from {label}", daemon=True)
+            self._reader.start()
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
-        """Within the block errors of the connection become :class:`PairEndedError`; other errors stay as they are."""
+        """Within the block errors of the connections become :class:`PairEndedError`, with the last words if any came.
+
+        They may have come before the error, behind messages that nobody is going to read.
+        """
         try:
             yield
-        except RuntimeError as error:
-            if not (isinstance(error, dist.DistError) or _OF_CONNECTION.search(str(error))):
-                raise
-            raise PairEndedError(f"{self.label} has ended, or the connection to it") from error
+        except (OSError, EOFError) as error:
+            with contextlib.suppress(OSError, EOFError):
+                self.connections[0].setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIME.pack(_LAST_WORDS_S, 0))
+                while not self._last_words:
+                    self._receive()
+            words = f"failed: {self._last_words}" if self._last_words else "ended, or the connection to it"
+            raise PairEndedError(f"{self.label} has {words}") from error
+
+    def cut(self) -> None:
+        """Ends all waits at both ends."""
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connections; what the other end has not read yet still arrives."""
+        self.cut()
+        self.background.shutdown(cancel_futures=True)
+        if self._reader is not None:
+            self._reader.join()
+        for connection in self.connections:
+            connection.close()
 
     # Messages
 
-    def send(self, message: Any, news: Any = None, *, timeout: timedelta = _NEVER) -> None:
-        """Sends a message, and news beside it; returns when the other end has taken it.
+    def send(self, message: Any, news: Any = None, *, timeout_s: int = 0) -> None:
+        """Sends a message, and news beside it.
+
+        Args:
+            timeout_s: how long the other end may take nothing; 0 for any time.
 
         Raises:
             PairEndedError: the other end has ended.
@@ -159,33 +132,67 @@ class Pair:
                 f"a value for {self.label} cannot be pickled: {error}; in options of optimizers and states of "
                 "callbacks use functions of a module, and no lambda or open file"
             ) from error
-        frame = torch.zeros(_FRAME_BYTES, dtype=torch.uint8)
-        frame[:_LENGTH_BYTES].view(torch.int64).fill_(len(data))
-        payload = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        first = payload[: _FRAME_BYTES - _LENGTH_BYTES]
-        frame[_LENGTH_BYTES : _LENGTH_BYTES + first.numel()] = first
+        requests, _ = self.connections
         with self.failing(), self._sending:
-            works = [self.requests.send([frame], self.other, _FRAME)]
-            if len(payload) > len(first):
-                works.append(self.requests.send([payload[len(first) :]], self.other, _REST))
-            for work in works:
-                work.wait(timeout)
-
-    def expect(self) -> Reply:
-        """Expects a message, before the other end is asked for it; the last words of the other end come at any time."""
-        with self.failing():
-            expected, self._expected = self._expected or Reply(self), None
-        with contextlib.suppress(RuntimeError):  # the other end has ended: its last words are in the one before
-            self._expected = Reply(self)
-        return expected
+            if timeout_s:
+                requests.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(timeout_s, 0))
+            requests.sendall(_LENGTH.pack(len(data)), socket.MSG_MORE)
+            requests.sendall(data)
 
     def receive(self) -> Any:
-        """Waits for a message that was not expected.
+        """Waits for the next message.
 
         Raises:
-            PairEndedError: the other end has ended.
+            PairEndedError: the other end has ended, or it has failed and says why.
         """
-        return self.expect().get()
+        with self.failing():
+            return self._receive()
+
+    def _receive(self) -> Any:
+        with self._receiving:
+            if self._last_words:
+                raise EOFError
+            [length] = _LENGTH.unpack(_read(self.connections[0], _LENGTH.size))
+            message, news = pickle.loads(_read(self.connections[0], length))
+            if isinstance(message, LastWords):
+                self._last_words = message.text
+                raise EOFError
+        if news is not None:
+            self.news = news
+        return message
+
+    # Tensors
+
+    def take(self, number: int) -> None:
+        """Waits for the tensor of a room; raises as :meth:`Room.take`."""
+        with self.failing(), self._arriving:
+            while not self._arrived[number]:
+                if self._reader is None:
+                    self._take_next()
+                elif self._is_read:
+                    raise EOFError
+                else:
+                    self._arriving.wait()
+            self._arrived[number] -= 1
+
+    def _take_next(self) -> None:
+        """Takes the tensor that comes next."""
+        number, size_bytes = _HEADER.unpack(_read(self.connections[1], _HEADER.size))
+        if size_bytes:
+            _fill(self.connections[1], _bytes_of(self.rooms[number]))
+        with self._arriving:
+            self._arrived[number] += 1
+            self._arriving.notify_all()
+
+    def _read_ahead(self) -> None:
+        try:
+            with contextlib.suppress(OSError, EOFError):
+                while True:
+                    self._take_next()
+        finally:
+            with self._arriving:
+                self._is_read = True
+                self._arriving.notify_all()
 
 
 @dataclass(eq=False)
@@ -202,31 +209,127 @@ class Room:
     number: int
     out: Tensor
     into: Tensor
-    _expected: Any = field(default=None, init=False)
 
-    def send(self) -> Any:
-        """Begins to send :attr:`out`, or to tell that it is in shared memory; returns the transfer, to wait for."""
-        with self.pair.failing():
-            data = _THERE if self.pair.shares_memory else self.out.view(torch.uint8)
-            return self.pair.tensors.send([data], self.pair.other, self.number)
+    def __post_init__(self) -> None:
+        self.pair.rooms[self.number] = self.into
 
-    def expect(self) -> None:
-        """Begins to wait for a tensor, unless it waits already: the other end sends nothing before that.
+    def send(self) -> None:
+        """Sends :attr:`out`, or tells that it is in shared memory; of one thread of a pair at a time.
 
-        So it is called long before the tensor is due: on a connection the word for it would wait behind tensors.
+        Raises:
+            PairEndedError: the other end has ended.
         """
-        if self._expected is None:
-            with self.pair.failing():
-                data = torch.empty_like(_THERE) if self.pair.shares_memory else self.into.view(torch.uint8)
-                self._expected = self.pair.tensors.recv([data], self.pair.other, self.number)
+        data, tensors = memoryview(b"") if self.pair.shares_memory else _bytes_of(self.out), self.pair.connections[1]
+        with self.pair.failing():
+            tensors.sendall(_HEADER.pack(self.number, len(data)), socket.MSG_MORE if data else 0)
+            tensors.sendall(data)
+
+    def begin_to_send(self) -> Callable[[], None]:
+        """Sends :attr:`out` beside this thread, where it takes time; returns what waits for that."""
+        if not self.pair.shares_memory:
+            return self.pair.background.submit(self.send).result
+        self.send()
+        return lambda: None
 
     def take(self) -> Tensor:
-        """Waits for the tensor."""
-        self.expect()
-        with self.pair.failing():
-            self._expected.wait()
-        self._expected = None
+        """Waits for :attr:`into`.
+
+        Raises:
+            PairEndedError: the other end has ended, or it has failed and says why.
+        """
+        self.pair.take(self.number)
         return self.into
+
+
+def connected(entrance: str, worker: int, address: str, *, label: str, timeout_s: float) -> Pair:
+    """A worker's end.
+
+    Args:
+        entrance: the server's, as it has published it.
+        address: of the worker's host.
+        label: of the server, for errors.
+
+    Raises:
+        PairEndedError: the server cannot be reached.
+    """
+    host, port, token = entrance.split()
+    ends = []
+    try:
+        for kind in (0, 1):
+            ends.append(socket.create_connection((host, int(port)), timeout_s))
+            ends[kind].sendall(_HELLO.pack(bytes.fromhex(token), worker, kind, address.encode()))
+    except OSError as error:
+        for end in ends:
+            end.close()
+        raise PairEndedError(f"{label} cannot be reached: {error}") from error
+    return Pair(*map(_ready, ends), label=label, reads_ahead=False)
+
+
+def accepted(
+    address: str, num_workers: int, timeout_s: float, publish: Callable[[str], object]
+) -> list[tuple[Pair, str]]:
+    """A server's ends: of each worker the pair, and the address of its host.
+
+    Args:
+        address: of the server's host.
+        publish: tells the workers the entrance: where to connect, and the token that they show.
+
+    Raises:
+        PairEndedError: a worker has not come in time.
+    """
+    until_s = time.monotonic() + timeout_s
+    ends: dict[tuple[int, int], tuple[socket.socket, str]] = {}
+    wanted = [(worker, kind) for worker in range(num_workers) for kind in (0, 1)]
+    token, family = secrets.token_bytes(_TOKEN_BYTES), socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.create_server((address, 0), family=family, backlog=len(wanted)) as listener:
+        publish(f"{address} {listener.getsockname()[1]} {token.hex()}")
+        while missing := [each for each in wanted if each not in ends]:
+            listener.settimeout(max(0.001, until_s - time.monotonic()))
+            try:
+                end, _ = listener.accept()
+            except TimeoutError:
+                raise PairEndedError(f"worker {missing[0][0]} did not come within {timeout_s:g} s") from None
+            hello = bytes(_HELLO.size)
+            with contextlib.suppress(OSError, EOFError):
+                end.settimeout(_HELLO_S)
+                hello = bytes(_read(end, _HELLO.size))
+            told, worker, kind, of_worker = _HELLO.unpack(hello)
+            if hmac.compare_digest(told, token):
+                ends[worker, kind] = end, of_worker.rstrip(b"\0").decode()
+            else:
+                end.close()  # no worker
+    return [
+        (
+            Pair(*(_ready(ends[worker, kind][0]) for kind in (0, 1)), label=f"worker {worker}", reads_ahead=True),
+            ends[worker, 0][1],
+        )
+        for worker in range(num_workers)
+    ]
+
+
+def _ready(connection: socket.socket) -> socket.socket:
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _read(connection: socket.socket, size_bytes: int) -> bytearray:
+    data = bytearray(size_bytes)
+    _fill(connection, memoryview(data))
+    return data
+
+
+def _fill(connection: socket.socket, view: memoryview) -> None:
+    """Raises EOFError if the connection ends first."""
+    while view:
+        size_bytes = connection.recv_into(view, len(view), socket.MSG_WAITALL)
+        if not size_bytes:
+            raise EOFError
+        view = view[size_bytes:]
 
 
 def offered(flats: Sequence[Tensor]) -> tuple[OfferedSegment, list[Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -200,7 +200,6 @@ class ServedShard:
             pulled = weights if self._job.is_synchronous else [torch.empty_like(flat) for flat in weights]
         for part, (name, _, _), out, into in zip(parts, plan.parts, pulled, pushed, strict=True):
             part.rooms[worker] = Room(pair, name, out, into)
-            part.rooms[worker].expect()
         return offers
 
     # Updates
@@ -263,8 +262,6 @@ class ServedShard:
             total += flat
         if len(flats) > 1:
             total /= len(flats)
-        for worker in givers:
-            part.rooms[worker].expect()
         present = map(any, zip(*(request.pushed[number][1] for request in givers.values()), strict=True))
         gradients = total.split([piece.numel() for piece in part.pieces])  # type: ignore[no-untyped-call]
         return {
@@ -317,25 +314,28 @@ class ServedShard:
                     "step, and servers take these values from rank 0 in each step: use strategy='cpu_ps'"
                 )
 
-    def _send(self, parts: Iterable[_Part], workers: Iterable[int]) -> list[tuple[_Part, int, Any]]:
-        """Begins to send weights to workers; asynchronous ones get copies, since others update them meanwhile."""
+    def _send(self, parts: Iterable[_Part], workers: Iterable[int]) -> list[tuple[Callable[[], None], int]]:
+        """Begins to send weights to workers; asynchronous ones get copies, since others update them meanwhile.
+
+        Returns:
+            What waits until a part is sent, and the version of it.
+        """
         sent = []
         for part in parts:
             for worker in workers:
                 room = part.rooms[worker]
                 if room.out is not part.weights:
                     room.out.copy_(part.weights)
-                sent.append((part, worker, room.send()))
+                sent.append((room.begin_to_send(), part.version))
                 part.pulled[worker] = part.version
         return sent
 
-    def _await(self, sent: Iterable[tuple[_Part, int, Any]]) -> int:
-        """Waits until workers have what is sent to them; returns its version."""
+    def _await(self, sent: Iterable[tuple[Callable[[], None], int]]) -> int:
+        """Waits until weights are sent; returns their version."""
         version = 0
-        for part, worker, transfer in sent:
-            version = max(version, part.pulled[worker])
-            with part.rooms[worker].pair.failing():
-                transfer.wait()
+        for wait, of_part in sent:
+            wait()
+            version = max(version, of_part)
         return version
 
     def pull(self, worker: int) -> int:

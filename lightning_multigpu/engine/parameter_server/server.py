@@ -26,16 +26,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.interface import interface_towards, source_address
+from lightning_multigpu.communication.interface import own_address
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
-from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError
+from lightning_multigpu.engine.parameter_server.pair import LastWords, PairEndedError, accepted
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, ServedShard, UpdateError
 
 RUNS = "lightning_multigpu/servers"
@@ -45,8 +46,7 @@ EXTERNAL = "lightning_multigpu/external servers"
 
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 _PROBE_S = 0.5
-_POLL_S = 0.02
-_LAST_WORDS = timedelta(seconds=2)
+_LAST_WORDS_S = 2
 _OF_ALL = ("place", "step", "goodbye")
 """What synchronous workers ask for together."""
 _WITHOUT_ANSWER = ("trained", "give back", "pause", "replace")
@@ -89,41 +89,25 @@ class Server:
         self._changing = threading.Condition()
         self._ended = threading.Event()
         self._problem = ""
-        if (interface := interface_towards(job.address)) is not None:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        own = source_address(job.address) or ""
-        store.set(f"{job.name}/server {number}", own)
-        self._pairs = {worker: self._joined(store, worker, own) for worker in range(job.num_workers)}
+        own = own_address(job.address)
+        key = f"{job.name}/server {number}"
+        workers = accepted(own, job.num_workers, job.join_timeout_s, partial(store.set, key))
+        self._pairs = {worker: pair for worker, (pair, _) in enumerate(workers)}
+        for pair, address in workers:
+            self._connections.note(*pair.connections)
+            segment = OfferedSegment(1) if address == own else None  # the worker tries to map it
+            pair.send(None if segment is None else segment.offer)
+            pair.shares_memory = pair.receive()
         self._shards: dict[int, ServedShard] = {}
         # Asynchronous training
         self._queue = BatchQueue()
         self._told: dict[str, dict[int, Any]] = defaultdict(dict)
         self._lost: list[dict[str, int]] = []
 
-    def _joined(self, store: Store, worker: int, own: str) -> Pair:
-        key, until_s = f"{self.job.name}/worker {worker}", time.monotonic() + self.job.join_timeout_s
-        while not store.check([key]):
-            if time.monotonic() > until_s:
-                raise PairEndedError(f"worker {worker} did not come within {self.job.join_timeout_s:g} s")
-            time.sleep(_POLL_S)
-        is_near = store.get(key).decode() == own
-        pair = Pair(
-            store,
-            f"{self.job.name}/{worker} and {self.number}",
-            label=f"worker {worker}",
-            is_server=True,
-            connections=self._connections,
-            timeout_s=self.job.join_timeout_s,
-        )
-        segment = OfferedSegment(1) if is_near else None  # the worker tries to map it
-        pair.send(None if segment is None else segment.offer)
-        pair.shares_memory = pair.receive()
-        return pair
-
     def serve(self) -> str:
         """Serves the job until all of its workers have left; returns what went wrong, or an empty text.
 
-        Afterwards threads may still be receiving: leave the process by :func:`os._exit`.
+        Afterwards threads may still be computing: leave the process by :func:`os._exit`.
 
         Raises:
             KeyboardInterrupt: the server was interrupted; the workers have been told.
@@ -142,7 +126,9 @@ class Server:
         finally:
             for pair in [*self._pairs.values()] if self._problem else []:
                 with suppress(PairEndedError):
-                    pair.send(LastWords(self._problem), timeout=_LAST_WORDS)
+                    pair.send(LastWords(self._problem), timeout_s=_LAST_WORDS_S)
+            for pair in [*self._pairs.values()]:
+                pair.close()
         return self._problem
 
     def end(self, problem: str) -> None:
@@ -196,14 +182,14 @@ class Server:
             if worker == 0 or self._ended.is_set():
                 return self.end(problem)
             with suppress(PairEndedError):
-                pair.send(LastWords(problem), timeout=_LAST_WORDS)
+                pair.send(LastWords(problem), timeout_s=_LAST_WORDS_S)
             self._leaves(worker, is_lost=True)
         else:
             self._leaves(worker, is_lost=False)
 
     def _leaves(self, worker: int, *, is_lost: bool) -> None:
         with self._changing:
-            self._pairs.pop(worker)
+            pair = self._pairs.pop(worker)
             batches = self._queue.lose(worker)
             for shard in self._shards.values():
                 shard.loses(worker)
@@ -214,6 +200,7 @@ class Server:
             if not self._pairs:
                 self.end("")
             self._changing.notify_all()
+        pair.close()
 
     # Answers
 

@@ -15,7 +15,7 @@ Source: M. Li et al., "Scaling distributed machine learning with the parameter s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -30,7 +30,7 @@ from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.shared_memory.segment import mapped
 from lightning_multigpu.communication.tensors import alike, marks_of, same_bytes
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
-from lightning_multigpu.engine.parameter_server.pair import Reply, Room, cut
+from lightning_multigpu.engine.parameter_server.pair import Room, cut
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, Request
 from lightning_multigpu.engine.parameter_server.servers import Servers
 from lightning_multigpu.placement.gradient_kinds import as_dense
@@ -133,7 +133,7 @@ class ServerTransport:
         self._pieces: dict[Parameter, list[tuple[_Part, int]]] = {}
         self._groups: list[list[int]] = []
         self._num_plans = 0
-        self._pushing: list[tuple[int, Future[None]]] = []
+        self._pushing: list[Future[None]] = []
         self._hooks: list[Any] = []
         self._copying: torch.cuda.Stream | None = None
         self._number = next(servers.numbers_of_optimizers)
@@ -230,11 +230,10 @@ class ServerTransport:
         for server, (parts, answer) in answers.items():
             flats = [torch.empty(part.numel, dtype=part.dtype) for part in parts]
             pushed, pulled = [torch.empty_like(flat) for flat in flats], flats
-            if (offers := answer.get()) is not None:
+            if (offers := answer()) is not None:
                 pushed, pulled = ([*cut(mapped(offer), flats)] for offer in offers)
             for part, out, into in zip(parts, pushed, pulled, strict=True):
                 part.room = Room(self._servers.pairs[server], part.number, out, into)
-                part.room.expect()
                 if is_first:
                     part.note_weights(is_in_room=self._sees_weights(part))
 
@@ -274,13 +273,11 @@ class ServerTransport:
                 if event is not None:
                     event.synchronize()
                 torch.cat(gradients, out=room.out)
-                sent = room.send()
-                with room.pair.failing():
-                    sent.wait()
+                room.send()
             finally:
                 transfer.finish()
 
-        self._pushing.append((part.server, self._servers.background[part.server].submit(push)))
+        self._pushing.append(room.pair.background.submit(push))
 
     def _on_host(self, part: _Part) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """The gradients of a part, dense and in host memory, and the event after which they are there.
@@ -331,18 +328,17 @@ class ServerTransport:
         start_s, size_bytes = servers.meter.now(), sum(part.nbytes for part in parts)
         with servers.meter.begin("pull", group="servers", group_size=servers.job.num_workers, size_bytes=size_bytes):
             norms = update.clip_norm is not None and servers.job.num_servers > 1 and (is_first or not is_synchronous)
-            squares = {server: servers.pairs[server].expect() for server in self._asked if norms}
             values, answers = self._values() if is_first else [], {}
             for server in self._asked:
                 own = [part for part in parts if part.server == server]
                 pushed = {part.number: (part.num_pushes, [p.grad is not None for p, _ in part.pieces]) for part in own}
                 answers[server] = servers.ask(server, "step", self._number, Request(update, pushed, values))
-            for server, future in self._pushing:
-                with answers[server].arriving():
-                    future.result()
-            total = sum(answer.get() for answer in squares.values())
-            for server in squares:
-                servers.pairs[server].send(total)
+            for future in self._pushing:
+                future.result()
+            if norms:
+                total = sum(servers.pairs[server].receive() for server in self._asked)
+                for server in self._asked:
+                    servers.pairs[server].send(total)
             self._take_weights(parts, answers)
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
@@ -351,17 +347,15 @@ class ServerTransport:
             part.ready.clear()
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
-    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Reply]) -> None:
+    def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Callable[[], int]]) -> None:
         """Takes weights as they come, and their version, with which servers answer."""
         for part in parts:
-            with answers[part.server].arriving():
-                weights = part.room.take()
+            weights = part.room.take()
             for parameter, piece in part.pieces:
                 fill(parameter, piece, weights[piece.offset : piece.end])
-            part.room.expect()
             if self._servers.worker == 0:  # while others are on their way
                 part.note_weights(is_in_room=True)
-        self.version = max([self.version, *[answer.get() for answer in answers.values()]])
+        self.version = max([self.version, *[answer() for answer in answers.values()]])
 
     @torch.no_grad()
     def pull(self) -> None:
@@ -391,7 +385,7 @@ class ServerTransport:
         if self._servers.worker != 0:
             return {}
         asked = {server: self._servers.ask(server, "state", self._number) for server in self._asked}
-        told = {server: answer.get() for server, answer in asked.items()}
+        told = {server: answer() for server, answer in asked.items()}
         found: dict[int, Any] = {}
         for number, parameter in enumerate(self._parameters()):
             states = [told[part.server].get((part.number, index)) for part, index in self._pieces.get(parameter, [])]
@@ -422,7 +416,7 @@ class ServerTransport:
         if self._servers.worker == 0:
             values, states = self._values(), self._states_by_server(state_of)
             for answer in [self._servers.ask(s, "load", self._number, values, states[s]) for s in self._asked]:
-                answer.get()
+                answer()
 
     def _states_by_server(self, state_of: Mapping[Any, Any]) -> list[dict[tuple[int, int], dict[str, Any]]]:
         found: list[dict[tuple[int, int], dict[str, Any]]] = [{} for _ in range(self._servers.job.num_servers)]

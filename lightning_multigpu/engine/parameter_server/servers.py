@@ -10,20 +10,18 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from typing import Any, Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.interface import source_address
+from lightning_multigpu.communication.interface import own_address
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import mapped
-from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError, Reply
+from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError, connected
 from lightning_multigpu.engine.parameter_server.server import Job
 
-_LEAVING = timedelta(seconds=5)
+_LEAVING_S = 5
 _LOOK_S = 1.0  # between two checks for machines that have vanished
 
 
@@ -31,7 +29,6 @@ class Servers:
     """This worker's connections to all servers of a job, which :meth:`join` makes.
 
     Attributes:
-        background: for each server the thread that works for it, one thing after the other.
         numbers_of_optimizers: one for each further optimizer.
         numbers_of_parts: one for each further part of the model, of any optimizer.
     """
@@ -40,7 +37,6 @@ class Servers:
         self.job, self.worker, self.meter = job, worker, meter
         self.pairs: list[Pair] = []
         self._connections = Connections()
-        self.background = [ThreadPoolExecutor(1, "parameter servers") for _ in range(job.num_servers)]
         self._is_cut = False
         self._has_left = threading.Event()
         self.numbers_of_optimizers, self.numbers_of_parts = itertools.count(), itertools.count()
@@ -54,21 +50,16 @@ class Servers:
         Raises:
             PairEndedError: a server does not answer.
         """
-        own = source_address(self.job.address) or ""
-        store.set(f"{self.job.name}/worker {self.worker}", own)
+        own = own_address(self.job.address)
         for number in range(self.job.num_servers):
             await_server(number)
-            where = store.get(f"{self.job.name}/server {number}").decode()
-            label = f"parameter server {number} of {self.job.num_servers} ({where})"
-            pair = Pair(
-                store,
-                f"{self.job.name}/{self.worker} and {number}",
-                label=label,
-                is_server=False,
-                connections=self._connections,
-                timeout_s=self.job.join_timeout_s,
-            )
+            entrance = store.get(f"{self.job.name}/server {number}").decode()
+            label = f"parameter server {number} of {self.job.num_servers} ({entrance.split()[0]})"
+            pair = connected(entrance, self.worker, own, label=label, timeout_s=self.job.join_timeout_s)
+            self._connections.note(*pair.connections)
             self.pairs.append(pair)
+            if self._is_cut:
+                pair.cut()
             if (offer := pair.receive()) is not None:
                 with contextlib.suppress(OSError):  # in another container, or of another user: sockets carry all
                     pair.shares_memory = mapped(offer) is not None
@@ -83,31 +74,30 @@ class Servers:
         """Sends a server a message that it does not answer."""
         self.pairs[server].send(message)
 
-    def ask(self, server: int, *message: Any) -> Reply:
-        """Asks a server; the answers of a server are to be got in the order of the questions."""
-        expected = self.pairs[server].expect()
-        with expected.arriving():
-            self.pairs[server].send(message)
-        return expected
+    def ask(self, server: int, *message: Any) -> Callable[[], Any]:
+        """Asks a server; returns what waits for the answer, to be called in the order of the questions."""
+        self.pairs[server].send(message)
+        return self.pairs[server].receive
 
     def staleness(self) -> dict[int, Counter[int]]:
         """How often the updates of each asynchronous worker had which staleness; all servers count alike."""
         asked = [self.ask(server, "staleness") for server in range(self.job.num_servers)]
-        return next((counts for answer in asked if (counts := answer.get())), {})
+        return next((counts for answer in asked if (counts := answer())), {})
 
     def cut(self) -> None:
         """Ends all waiting, when a rank has failed."""
         self._is_cut = True
-        self._connections.cut()
+        for pair in self.pairs:
+            pair.cut()
 
     def close(self) -> None:
         """Leaves the servers, which end when all workers have left."""
         self._has_left.set()
         for pair in [] if self._is_cut else self.pairs:
             with contextlib.suppress(PairEndedError):
-                pair.send(("goodbye",), timeout=_LEAVING)
-        for background in self.background:
-            background.shutdown(cancel_futures=True)
+                pair.send(("goodbye",), timeout_s=_LEAVING_S)
+        for pair in self.pairs:
+            pair.close()
         self.pairs.clear()
 
     # Asynchronous workers
@@ -119,11 +109,11 @@ class Servers:
         epoch has been trained by all when worker 0 comes to its end. ``first`` is the first batch that is left of the
         epoch.
         """
-        number, may_return = self.ask(0, "next", epoch, first, num_batches, False).get()
+        number, may_return = self.ask(0, "next", epoch, first, num_batches, False)()
         if may_return:
             with self._waits():
                 self.pause()
-                number, _ = self.ask(0, "next", epoch, first, num_batches, True).get()
+                number, _ = self.ask(0, "next", epoch, first, num_batches, True)()
         return None if number is None else int(number)
 
     def trained(self, epoch: int, number: int) -> None:
@@ -166,4 +156,4 @@ class Servers:
             On worker 0 the newest values of all that have told one, in the order of workers; else that of worker 0.
         """
         with self._waits() if awaited == "all" else contextlib.nullcontext():
-            return list(self.ask(0, "tell", name, value, awaited).get())
+            return list(self.ask(0, "tell", name, value, awaited)())

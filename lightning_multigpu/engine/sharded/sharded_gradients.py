@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.traffic import sent_share
 from lightning_multigpu.engine.data_parallel.trained_parameters import unused_error
 from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of
@@ -190,14 +189,10 @@ class ShardedGradients:
 
     def _wait(self) -> None:
         meter = self._group.meter
-        event = recorded_event() if any(flat.is_cuda for _, _, flat, _ in self._under_way) else None
-        since_s = meter.now()
+        since = meter.mark(on_stream=any(flat.is_cuda for _, _, flat, _ in self._under_way))
         for *_, work in self._under_way:
             work.wait()
-        if event is not None:
-            meter.waited_on_stream(event)
-        else:
-            meter.waited(since_s, meter.now())
+        meter.waited(since)
 
     def _settle(self, owner: int, parameters: Sequence[Parameter], flat: Tensor) -> Sequence[Parameter]:
         """Makes the averages the gradients of this rank's parameters, which it returns; others have none."""

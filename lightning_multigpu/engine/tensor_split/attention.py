@@ -14,7 +14,6 @@ from typing_extensions import override
 from lightning_multigpu.engine.tensor_split.layers import (
     RowSplitLinear,
     SplitLayer,
-    class_of_split,
     column_linear,
     enter,
     split_as,
@@ -53,7 +52,7 @@ class SplitMultiheadAttention(SplitLayer, nn.MultiheadAttention):
         """
         if attention.bias_k is not None or attention.add_zero_attn:
             raise ValueError("attention with add_bias_kv or add_zero_attn cannot be split")
-        split_as(attention, class_of_split(cls, nn.MultiheadAttention, type(attention)))
+        split_as(attention, cls)
         split: Any = attention
         size, unit = split.embed_dim, split.head_dim
         fused = ParameterSplit.even(3 * size, group.size, sections=(size, size, size), unit=unit)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -44,12 +44,8 @@ _LARGE_VOCABULARY = 0.05
 """Of a model's parameters; an embedding without a head is worth an all-reduce of its output from there on."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """One way to split a block: options of its layers, by name; or the problem, why it cannot be split."""
-
-    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    problem: str = ""
+Way = Mapping[str, Mapping[str, Any]]
+"""One way to split a block: options of its layers, by name."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +56,13 @@ class Block:
         shape: of the block, as in this module's table.
         roles: "column", "row", "vocab", "head" or "attention" by the name of the layer.
         ways: to be tried in this order.
+        problem: why it cannot be split.
     """
 
     shape: str
     roles: Mapping[str, str]
-    ways: tuple[Way, ...] = (Way(),)
+    ways: tuple[Way, ...] = ({},)
+    problem: str = ""
 
     @property
     def kind(self) -> str:
@@ -180,7 +178,7 @@ def _block_at(parts: Mapping[str, Module], names: Sequence[str], called: Mapping
             return Block("first, second", {names[0]: "column", names[1]: "row"})
         if sizes[0][1] == 2 * sizes[1][0]:
             half = sizes[1][0]
-            way = Way({names[0]: {"sections": (half, half)}})
+            way = {names[0]: {"sections": (half, half)}}
             return Block("gate, up, down", {names[0]: "column", names[1]: "row"}, (way,))
     return None
 
@@ -194,7 +192,7 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
         number, of_keys = _heads_of(parts, names[0], names[3], may_be_h=have_one_input)
         if k == v and q == o_in and number and q % number == 0 and k == q // number * of_keys:
             keys, group = {"unit": q // number}, {"unit": q // of_keys}
-            way = Way({names[0]: group, names[1]: keys, names[2]: keys, names[3]: group})
+            way = {names[0]: group, names[1]: keys, names[2]: keys, names[3]: group}
             return Block("attention", dict.fromkeys(names[:3], "column") | {names[3]: "row"}, (way,))
         if not number and q == k == v == o_in and have_one_input and _are_near(names):
             return _uncounted(parts, dict.fromkeys(names[:3], "column") | {names[3]: "row"})
@@ -211,7 +209,7 @@ def _attention_at(parts: Mapping[str, Module], names: Sequence[str], called: Map
             size, of_queries = unit * of_keys, o_in // of_keys
             in_sections = {"sections": (o_in, size, size), "unit": (of_queries, unit, unit)}
             ways = [
-                Way({names[0]: fused_options, names[1]: {"unit": of_queries}})
+                {names[0]: fused_options, names[1]: {"unit": of_queries}}
                 for fused_options in (in_sections, {"unit": fused // of_keys})
             ]
             return Block("attention", roles, tuple(ways))
@@ -225,7 +223,7 @@ def _uncounted(parts: Mapping[str, Module], roles: dict[str, str]) -> Block:
     first, *_, last = roles
     around = kind_of([_ancestors(first, last)[-1]]) or "the module"
     problem = f"no attribute of {around} counts the heads: store their number in __init__, as self.num_heads"
-    return Block("attention", roles, (Way(problem=problem),))
+    return Block("attention", roles, problem=problem)
 
 
 def _are_near(names: Sequence[str]) -> bool:
@@ -307,8 +305,8 @@ class Applied:
     """
 
     def __init__(self, module: Module, block: Block, way: Way, group: TensorGroup) -> None:
-        if way.problem:
-            raise ValueError(way.problem)
+        if block.problem:
+            raise ValueError(block.problem)
         self._changed: list[Module] = []
         self._whole: list[tuple[Parameter, Tensor]] = []
         parts: dict[str, Any] = dict(module.named_modules())
@@ -317,7 +315,7 @@ class Applied:
                 part = parts[name]
                 self._changed += [part, part.out_proj] if role == "attention" else [part]
                 self._whole += [(p, p.data) for p in part.parameters() if split_of(p) is None]
-                _SPLIT_BY[role].of(part, group, name=name, **way.options.get(name, {}))
+                _SPLIT_BY[role].of(part, group, name=name, **way.get(name, {}))
         except BaseException:
             self.undo()
             raise

@@ -33,9 +33,7 @@ def split_cross_entropy(
         logits: (rows, classes / N), those of this rank.
         target: (rows), class numbers of the whole vocabulary, or ``ignore_index``.
         placed: of the classes; consecutive ones on each rank.
-        ignore_index: the target of rows that do not count.
-        reduction: "mean" over the rows that count, "sum", or "none".
-        label_smoothing: as that of ``F.cross_entropy``.
+        ignore_index, reduction, label_smoothing: as those of ``F.cross_entropy``.
 
     Raises:
         IndexError: a target is no class.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -66,8 +65,18 @@ _OURS = ("part_layout", "block_input", "whole_kind")
 
 
 def split_as(layer: nn.Module, split: Any) -> None:
-    """Makes a layer one of the class ``split``, in place; its parameters stay as they are."""
-    layer.__class__, vars(layer)["whole_kind"] = split, type(layer)
+    """Makes a layer one of the class ``split``, in place; its parameters stay as they are.
+
+    A layer of the user's own class keeps its methods, whose ``super()`` is then the split layer: an embedding that
+    scales what ``super().forward`` returns still does.
+    """
+    kind: Any = type(layer)
+    name = f"{split.__name__}{kind.__name__}"
+    if _is_conv1d(kind):
+        split = type(name, (split, kind), {"is_transposed": True})
+    elif not issubclass(split, kind):
+        split = type(name, (kind, split), {})
+    layer.__class__, vars(layer)["whole_kind"] = split, kind
 
 
 def restore(layer: nn.Module) -> None:
@@ -75,27 +84,6 @@ def restore(layer: nn.Module) -> None:
     layer.__class__ = vars(layer)["whole_kind"]
     for name in _OURS:
         vars(layer).pop(name, None)
-
-
-@cache
-def _of_conv1d(split: Any, conv1d: Any) -> Any:
-    """The class of a Conv1D that is split."""
-    return type(f"{split.__name__}OfConv1D", (split, conv1d), {"is_transposed": True})
-
-
-def class_of_split(split: Any, plain: type, kind: type) -> Any:
-    """The class of a layer that is split: ``split``, or for a user's subclass of ``plain`` one that keeps its methods.
-
-    Their ``super()`` is then the split layer: an embedding that scales what ``super().forward`` returns still does.
-    """
-    return split if kind is plain else type(f"{split.__name__}{kind.__name__}", (kind, split), {})
-
-
-def _convert(linear: nn.Module, split: Any) -> Any:
-    """Makes a linear layer a split one, in place, whose parameters are still whole."""
-    kind: Any = type(linear)
-    split_as(linear, _of_conv1d(split, kind) if _is_conv1d(kind) else split)
-    return linear
 
 
 class BlockInput:
@@ -147,19 +135,19 @@ class ColumnSplitLinear(SplitLayer, nn.Linear):
         sections: Sequence[int] = (),
         unit: int | Sequence[int] = 1,
         name: str = "",
-    ) -> ColumnSplitLinear:
+    ) -> Any:
         """Makes a linear layer a column layer, in place: its parameters, hooks and places in modules stay.
 
         Args:
             linear: an ``nn.Linear``, or a Conv1D of transformers.
-            sections: lengths of the parts of the output that are split one by one: of queries, keys and values, for
-                example, in a fused projection. One by default.
+            sections: lengths of the parts of the output that are split one by one; one by default.
             unit: outputs that stay on one rank, of a head for example; or one number for each section.
 
         Raises:
             ValueError: the sections do not fit.
         """
-        layer: ColumnSplitLinear = _convert(linear, cls)
+        split_as(linear, cls)
+        layer: Any = linear
         dim = int(layer.is_transposed)
         split = ParameterSplit.even(whole_size(layer.weight, dim), group.size, sections=sections, unit=unit)
         layer.part_layout = PartLayout(split, group, name)
@@ -194,17 +182,10 @@ class RowSplitLinear(SplitLayer, nn.Linear):
     """
 
     @classmethod
-    def of(cls, linear: nn.Module, group: TensorGroup, *, unit: int = 1, name: str = "") -> RowSplitLinear:
-        """Makes a linear layer a row layer, in place: its parameters, hooks and places in modules stay.
-
-        Args:
-            linear: an ``nn.Linear``, or a Conv1D of transformers.
-            unit: inputs that stay on one rank, of a head for example.
-
-        Raises:
-            ValueError: the unit does not fit.
-        """
-        layer: RowSplitLinear = _convert(linear, cls)
+    def of(cls, linear: nn.Module, group: TensorGroup, *, unit: int = 1, name: str = "") -> Any:
+        """As :meth:`ColumnSplitLinear.of`; ``unit`` are inputs."""
+        split_as(linear, cls)
+        layer: Any = linear
         dim = int(not layer.is_transposed)
         split = ParameterSplit.even(whole_size(layer.weight, dim), group.size, dim=dim, unit=unit)
         layer.part_layout = PartLayout(split, group, name)
@@ -249,7 +230,7 @@ class VocabSplitEmbedding(SplitLayer, nn.Embedding):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(embedding, option):
                 raise ValueError(f"an embedding with {option} cannot be split over its rows")
-        split_as(embedding, class_of_split(cls, nn.Embedding, type(embedding)))
+        split_as(embedding, cls)
         assert isinstance(embedding, cls)
         embedding.part_layout = PartLayout(ParameterSplit.even(embedding.num_embeddings, group.size), group, name)
         cut(embedding.weight, embedding.part_layout)
@@ -327,7 +308,7 @@ class _ColumnLinear(Function):
         if ctx.needs_input_grad[1]:
             of_weight = rows.t() @ _rows(input)
         of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return None if pending is None else pending.finish(), of_weight, of_bias, None
+        return None if pending is None else pending(), of_weight, of_bias, None
 
 
 class _Sum(Function):

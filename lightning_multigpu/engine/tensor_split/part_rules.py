@@ -332,31 +332,19 @@ def _dropped(func: Any, args: Any, kwargs: Any) -> Any:
         return _each(func, (part,), given)
 
 
-def _cross_entropy(
-    input: Any,
-    target: Any,
-    weight: Any = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    is_usual = weight is None and size_average is None and reduce is None and reduction in ("mean", "sum", "none")
-    if not isinstance(input, SplitTensor) or isinstance(target, SplitTensor) or not is_usual:
+def _cross_entropy(func: Any, args: Any, kwargs: Any) -> Any:
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    logits, target = given.pop("input"), given.pop("target")
+    is_usual = all(given.pop(name, None) is None for name in ("weight", "size_average", "reduce"))
+    is_usual &= given.get("reduction", "mean") in ("mean", "sum", "none")
+    if not isinstance(logits, SplitTensor) or isinstance(target, SplitTensor) or not is_usual:
         return NotImplemented
-    part, split = input.as_subclass(Tensor), input.placed.split
+    part, split = own_values(logits), logits.placed.split
     is_usual_shape = part.dim() == 2 and split.dim == 1 and target.shape == part.shape[:1]
     if not is_usual_shape or target.is_floating_point() or any(len(of_rank) > 1 for of_rank in split.ranges):
         return NotImplemented
-    return split_cross_entropy(
-        own_values(input),
-        target,
-        input.placed,
-        ignore_index=ignore_index,
-        reduction=reduction,
-        label_smoothing=label_smoothing,
-    )
+    return split_cross_entropy(part, target, logits.placed, **given)
 
 
 def _plain(func: Any, args: Any, kwargs: Any) -> Any:
@@ -464,7 +452,7 @@ _BY_NAME = _by_name(
     ("cat concat concatenate stack", _joined),
     ("linear layer_norm rms_norm", _rows),
     ("dropout alpha_dropout", _dropped),
-    ("cross_entropy", _of(_cross_entropy)),
+    ("cross_entropy", _cross_entropy),
     ("size", _of(lambda part, dim=None: _shape(part) if dim is None else _shape(part)[dim])),
     ("numel nelement", _of(lambda part: _shape(part).numel())),
     ("__len__", _of(lambda part: _shape(part)[0])),

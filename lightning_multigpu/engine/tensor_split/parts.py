@@ -19,7 +19,7 @@ gathered tensor; who changes a view of a gathered tensor, and then uses the part
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -64,19 +64,12 @@ class PartLayout(NamedTuple):
 
 
 class _View(NamedTuple):
-    """A view of a gathered tensor that was given out.
-
-    Attributes:
-        operation: that gave it.
-        counter: an empty tensor with the version counter that the view and its own views count in.
-        version: of the view when it was given out.
-        storage: of the gathered tensor, which lives as long as a view does.
-    """
+    """A view of a gathered tensor that was given out by an operation."""
 
     operation: str
-    counter: Tensor
-    version: int
-    storage: StorageWeakRef
+    counter: Tensor  # empty, with the version counter that the view and its own views count in
+    version: int  # of the view when it was given out
+    storage: StorageWeakRef  # of the gathered tensor, which lives as long as a view does
 
     def is_changed(self) -> bool:
         return bool(self.counter._version != self.version)
@@ -379,21 +372,17 @@ class _Gathering:
         self._gathered: list[tuple[SplitTensor, Tensor, int]] = []
 
     def whole(self, value: Any) -> Any:
-        if isinstance(value, SplitTensor):
-            _, group, layer = value.placed
-            _check_untransformed(layer)
-            group.on_gather(layer, self._operation)
-            group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
-            with _counting_versions():
-                gathered = _whole_of(own_values(value), value.placed)
-            self._gathered.append((value, gathered, gathered._version))
-            return gathered
-        if isinstance(value, list | tuple):
-            found = [self.whole(each) for each in value]
-            return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
-        if isinstance(value, dict):
-            return {key: self.whole(each) for key, each in value.items()}
-        return value
+        return tree_map_only(SplitTensor, self._whole, value)
+
+    def _whole(self, part: SplitTensor) -> Tensor:
+        _, group, layer = part.placed
+        _check_untransformed(layer)
+        group.on_gather(layer, self._operation)
+        group.agree_on_read(f"{self._operation} of values of {layer} ({user_line()})")
+        with _counting_versions():
+            gathered = _whole_of(own_values(part), part.placed)
+        self._gathered.append((part, gathered, gathered._version))
+        return gathered
 
     def end(self, result: Any) -> Any:
         """The operation's result; parts that it has changed in place get the new values."""
@@ -412,3 +401,59 @@ class _Gathering:
                     views[:] = [view for view in views if not view.storage.expired() or view.is_changed()]  # type: ignore[no-untyped-call]
                     views.append(_View(self._operation, counter, each._version, storage))
         return result
+
+
+# States of optimizers whose parameters are split: parts, which user code reads as the whole tensors
+
+
+def state_of(parameter: Tensor, state: Any) -> Any:
+    """A parameter's state for user code."""
+    if not isinstance(parameter, SplitParameter) or not isinstance(state, MutableMapping):
+        return state
+    return _StateOfParts(state, parameter)
+
+
+def own_state(parameter: Tensor, state: Any) -> Any:
+    """What an optimizer keeps of a parameter's state, in which tensors are whole, or parts."""
+    if isinstance(state, _StateOfParts):
+        return state.own
+    if isinstance(state, MutableMapping):
+        state.update({name: own_value(parameter, value) for name, value in state.items()})
+    return state
+
+
+def own_value(parameter: Tensor, value: Any) -> Any:
+    """What an optimizer keeps of a value of a parameter's state."""
+    value = local(value)
+    if not isinstance(parameter, SplitParameter) or not isinstance(value, Tensor):
+        return value
+    is_whole = [*value.shape] == parameter.placed.split.whole_shape(local(parameter))
+    return parameter.placed.own(value) if is_whole else value
+
+
+class _StateOfParts(MutableMapping[str, Any], dict[str, Any]):  # type: ignore[misc, metaclass]  # torch loads dicts
+    """A parameter's state, in which user code finds parts; so does code that reads the dict's own storage."""
+
+    def __init__(self, state: Any, parameter: SplitParameter) -> None:
+        self.own, self._parameter = state, parameter
+        for name in state:
+            self._show(name)
+
+    def _show(self, name: str) -> None:
+        value, parameter = self.own[name], self._parameter
+        is_part = isinstance(value, Tensor) and value.dim() and value.shape == local(parameter).shape
+        shown = SplitTensor.of(value, parameter.placed, is_held=True) if is_part else value
+        dict.__setitem__(self, name, shown)  # type: ignore[index]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.own[name] = own_value(self._parameter, value)
+        self._show(name)
+
+    def __delitem__(self, name: str) -> None:
+        del self.own[name]
+        dict.__delitem__(self, name)  # type: ignore[arg-type]
+
+    __getitem__, __iter__, __len__ = dict.__getitem__, dict.__iter__, dict.__len__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return dict, (dict(self),)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,49 +30,6 @@ _READ_TIMEOUT_S = 60
 
 Bounds = Sequence[tuple[int, int]]
 """First and one-past-last index of each rank's part, one after the other."""
-
-
-class Pending(Protocol):
-    """A tensor that is being reduced."""
-
-    def finish(self) -> Tensor:
-        """Waits for the others; returns the tensor, reduced."""
-
-
-class Done(NamedTuple):
-    """A tensor that is reduced."""
-
-    tensor: Tensor
-
-    def finish(self) -> Tensor:
-        return self.tensor
-
-
-class _OnStream(NamedTuple):
-    """A collective of NCCL, which runs beside the device's compute stream."""
-
-    tensor: Tensor
-    work: Any
-    transfer: Transfer
-
-    def finish(self) -> Tensor:
-        with self.transfer:
-            self.work.wait()
-        return self.tensor
-
-
-class _Beside(NamedTuple):
-    """A reduction on the group's thread."""
-
-    result: Future[Tensor]
-    meter: Meter
-
-    def finish(self) -> Tensor:
-        start_s = self.meter.now()
-        try:
-            return self.result.result()
-        finally:
-            self.meter.waited(start_s, self.meter.now())
 
 
 class TensorGroup:
@@ -133,8 +88,7 @@ class TensorGroup:
             # Raised on all ranks, if some are on other hosts or in other containers.
             with contextlib.suppress(SharedMemoryUnavailableError):
                 self._shared = SharedMemoryAllReduce(group)
-        self._work: queue.SimpleQueue[tuple[Future[Tensor], Tensor, str] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
     def alone(self) -> AbstractContextManager[None]:
         """A block in which nothing is sent: a sum is this rank's own tensor, and the parts of other ranks are zeros.
@@ -185,45 +139,47 @@ class TensorGroup:
     def all_reduce(self, tensor: Tensor, name: str) -> Tensor:
         """Sums ``tensor``, contiguous and of one shape and dtype on all ranks, in place over all ranks; returns it."""
         self._observe("all_reduce", tensor, name)
-        if not self._is_silent(tensor):
-            with self._begin("all_reduce", tensor, name, blocking=True):
-                self._sum(tensor)
-        return tensor
+        return tensor if self._is_silent(tensor) else self._reduce(tensor, name, blocking=True)
 
-    def any(self, is_so: bool, device: torch.device) -> bool:
-        """Whether any rank passes True; a collective."""
-        return bool(self.all_reduce(torch.tensor([float(is_so)], device=device), "agreement") > 0)
+    def begin_all_reduce(self, tensor: Tensor, name: str) -> Callable[[], Tensor]:
+        """:meth:`all_reduce` beside what this rank computes; no other collective may begin before its end.
 
-    def begin_all_reduce(self, tensor: Tensor, name: str) -> Pending:
-        """:meth:`all_reduce` beside what this rank computes until ``finish()``; no other collective may begin before.
-
-        It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more.
+        It runs beside on GPUs, and on CPUs where the tensor has 1 MiB or more. Returns a function that waits for its
+        end, and returns the tensor.
         """
         if tensor.nbytes < _BESIDE_FROM_BYTES and not self._is_nccl:
-            return Done(self.all_reduce(tensor, name))
+            self.all_reduce(tensor, name)
+            return lambda: tensor
         self._observe("all_reduce", tensor, name)
         if self._is_silent(tensor):
-            return Done(tensor)
+            return lambda: tensor
         if self._is_nccl:
             transfer = self._begin("all_reduce", tensor, name)
-            return _OnStream(tensor, dist.all_reduce(tensor, group=self.group, async_op=True), transfer)
-        result: Future[Tensor] = Future()
+            work: Any = dist.all_reduce(tensor, group=self.group, async_op=True)
+
+            def finish() -> Tensor:
+                with transfer:
+                    work.wait()
+                return tensor
+
+            return finish
         if self._thread is None:
-            self._thread = threading.Thread(target=self._reduce_beside, name="tensor-split", daemon=True)
-            self._thread.start()
-        self._work.put((result, tensor, name))
-        return _Beside(result, self._meter)
+            self._thread = ThreadPoolExecutor(1, "tensor-split")
+        reducing, meter = self._thread.submit(self._reduce, tensor, name, blocking=False), self._meter
+
+        def wait() -> Tensor:
+            start_s = meter.now()
+            try:
+                return reducing.result()
+            finally:
+                meter.waited(start_s, meter.now())
+
+        return wait
 
     def all_gather(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
-        """The parts of all ranks, one after the other along ``dim``.
+        """The parts of all ranks, one after the other along ``dim``; contiguous if that is the first one.
 
-        Args:
-            tensor: this rank's part; the other dimensions are the same on every rank.
-            dim: along which parts follow one another.
-            bounds: of the parts, as indices of the result.
-
-        Returns:
-            A tensor of ``bounds[-1][1]`` entries along ``dim``, contiguous if ``dim`` is the first one.
+        ``bounds`` are those of the parts, as indices of the result.
         """
         if self._is_nccl and tensor.is_cpu and not self._is_silent(tensor):  # an average in the host's memory
             return self.all_gather(tensor.cuda(), dim, bounds, name).cpu()
@@ -258,8 +214,7 @@ class TensorGroup:
     def close(self) -> None:
         """Ends the thread and releases shared memory; a second call does nothing."""
         if self._thread is not None:
-            self._work.put(None)
-            self._thread.join()
+            self._thread.shutdown()
             self._thread = None
         if self._shared is not None:
             self._shared.close()
@@ -270,25 +225,17 @@ class TensorGroup:
         """Whether nothing is sent: within :meth:`alone`, and for what has no values on this stage of a pipeline."""
         return self._is_alone or isinstance(tensor, Placeholder)
 
-    def _sum(self, tensor: Tensor) -> None:
-        if (shared := self._shared_for(tensor)) is not None:
-            shared(tensor)
-        else:
-            dist.all_reduce(tensor, group=self.group)
+    def _reduce(self, tensor: Tensor, name: str, *, blocking: bool) -> Tensor:
+        with self._begin("all_reduce", tensor, name, blocking=blocking):
+            if (shared := self._shared_for(tensor)) is not None:
+                shared(tensor)
+            else:
+                dist.all_reduce(tensor, group=self.group)
+        return tensor
 
     def _shared_for(self, tensor: Tensor) -> SharedMemoryAllReduce | None:
         """The shared memory for CPU tensors; None for those on a GPU, which Gloo takes to the host by itself."""
         return self._shared if tensor.is_cpu else None
-
-    def _reduce_beside(self) -> None:
-        while (item := self._work.get()) is not None:
-            result, tensor, name = item
-            try:
-                with self._begin("all_reduce", tensor, name):
-                    self._sum(tensor)
-                result.set_result(tensor)
-            except BaseException as error:
-                result.set_exception(error)
 
     def _observe(self, operation: str, tensor: Tensor, name: str) -> None:
         if self.observer is not None:

@@ -9,32 +9,21 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
-from lightning_multigpu.communication.metering.traffic import sent_share
 from lightning_multigpu.engine.errors import error_of_users
 from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import user_line, whole
+from lightning_multigpu.engine.tensor_split.parts import local, user_line, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.planning.split_plan import BlockTraffic, Direction, SplitBlocks
-
-
-class Sent(NamedTuple):
-    """A collective inside a split layer: its pass, operation, layer, and the bytes of the whole tensor."""
-
-    direction: Direction
-    operation: str
-    layer: str
-    size_bytes: int
+from lightning_multigpu.planning.split_plan import SplitBlocks
 
 
 class Left(NamedTuple):
@@ -71,7 +60,8 @@ class TracelessStep:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Within the block steps run on whole parameters without gradients; at its end all but weights is restored."""
-        with without_gradients(self.module.parameters()), self._traceless(), self.group.showing(parts=False):
+        restoring = without_gradients(self.module.parameters())
+        with self.group.showing(parts=True), restoring, self._traceless(), self.group.showing(parts=False):
             yield
 
     def forward(self) -> Tensor | None:
@@ -98,31 +88,13 @@ class TracelessStep:
         return next(filter(None, self.gather(problem)), "")
 
 
-@contextmanager
-def _trained(parameters: Iterable[Parameter]) -> Iterator[None]:
-    """Within the block frozen parameters get gradients too: their layers may be unfrozen later."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in frozen:
-        parameter.requires_grad_(True)
-    try:
-        yield
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
-
-
 class Trials:
-    """Splits the blocks of a module in which a step computes on parts; a collective of all ranks.
-
-    Attributes:
-        traffic: of a step with all blocks that are split.
-    """
+    """Splits the blocks of a module in which a step computes on parts; a collective of all ranks."""
 
     def __init__(self, step: TracelessStep) -> None:
         self._step, self._module, self._group = step, step.module, step.group
         self.split: list[tuple[Block, Applied]] = []
         self.left: list[Left] = []
-        self.traffic: list[Sent] = []
 
     def run(self, find: Callable[[dict[str, int]], list[Block]]) -> None:
         """Splits the blocks that a search finds by the order in which layers run.
@@ -136,14 +108,11 @@ class Trials:
             self._step.forward()
         called = self._step.gather(found)[0]
         gc.collect()  # a graph of earlier runs that lives in a cycle would keep the whole shapes of parameters
-        with _trained([p for p in self._module.parameters() if p.is_floating_point()]):  # later, a callback unfreezes
-            by_kind: dict[str, list[Block]] = {}
-            for block in find(called):
-                by_kind.setdefault(block.kind, []).append(block)
-            for blocks in by_kind.values():
-                self._split(blocks)
-            if self.split:
-                self._compute()
+        by_kind: dict[str, list[Block]] = {}
+        for block in find(called):
+            by_kind.setdefault(block.kind, []).append(block)
+        for blocks in by_kind.values():
+            self._split(blocks)
 
     def _split(self, blocks: Sequence[Block]) -> None:
         """Splits blocks of a kind, each in the first way in which the step does not gather what it computes."""
@@ -189,29 +158,22 @@ class Trials:
                 applied.append((block, Applied(self._module, block, block.ways[number], self._group)))
         except ValueError as error:
             problem = str(error)
-        problem = self._step.first_of_ranks(problem)
         for _, each in reversed(applied if problem else []):
             each.undo()
         return [] if problem else applied, problem
 
     def _compute(self) -> tuple[dict[str, str], str]:
         """What a step gathers of which layer, as in training and in evaluation, and the error that it raises."""
-        self.traffic = []
         gathered: dict[str, str] = {}
         error = ""
 
         def note(layer: str, operation: str) -> None:
             gathered.setdefault(layer, f"{operation} needs the outputs of all ranks: {user_line()}")
 
-        def sent(*args: Any) -> None:
-            is_backward = torch._C._current_graph_task_id() != -1
-            self.traffic.append(Sent("backward" if is_backward else "forward", *args))
-
         with replaced(self._group, on_gather=note), self._group.alone():
             try:
                 with self._step.running():
-                    with replaced(self._group, observer=sent):
-                        self._step.forward_and_backward()
+                    self._step.forward_and_backward()
                     self._module.eval()
                     self._step.forward()
             except Exception as raised:
@@ -221,39 +183,25 @@ class Trials:
         return first or ({name: text for found, _ in reversed(ranks) for name, text in found.items()}, "")
 
 
-def rows_of_plan(
-    module: Module, split: Sequence[tuple[Block, Applied]], traffic: Sequence[Sent], num_ranks: int
-) -> list[SplitBlocks]:
-    """The rows of a plan, one for blocks of a kind; ``traffic`` is that of a step with these blocks split."""
-    by_kind: dict[str, list[Block]] = {}
-    for block, _ in split:
-        by_kind.setdefault(block.kind, []).append(block)
-    return [_row(module, blocks, traffic, num_ranks) for blocks in by_kind.values()]
+def rows_of_plan(module: Module, split: Sequence[tuple[Block, Applied]], left: Sequence[Left]) -> list[SplitBlocks]:
+    """The rows of a plan: for split blocks of a kind, and for those that stay whole for the same reason.
 
-
-def _row(module: Module, blocks: Sequence[Block], traffic: Sequence[Sent], num_ranks: int) -> SplitBlocks:
-    parts = dict(module.named_modules())
-    parameters = {p for block in blocks for name in block.roles for p in parts[name].parameters()}
-    block = blocks[0]
-    found: dict[tuple[Direction, str], list[int]] = {}
-    for each in traffic:
-        name = each.layer.partition(" ")[0]
-        if any(name == layer or name.startswith(f"{layer}.") for layer in block.roles):
-            found.setdefault((each.direction, each.operation), []).append(each.size_bytes)
-    return SplitBlocks(
-        block.shape,
-        block.kind,
-        len(blocks),
-        sum(_whole_bytes(parameter) for parameter in parameters),
-        sum(parameter.nbytes for parameter in parameters),
-        [
-            BlockTraffic(direction, operation, len(sizes), sum(sizes), sent_share(operation, num_ranks) * sum(sizes))
-            for (direction, operation), sizes in found.items()
-        ],
-    )
+    Whole blocks have their full names if other blocks of their kind are split.
+    """
+    parts, split_kinds = dict(module.named_modules()), {block.kind for block, _ in split}
+    by_row: dict[tuple[str, str], list[Block]] = {}
+    for block, reason in [*((block, "") for block, _ in split), *left]:
+        by_row.setdefault((block.kind, reason), []).append(block)
+    rows = []
+    for (kind, reason), blocks in by_row.items():
+        names = ", ".join(block.name for block in blocks) if reason and kind in split_kinds else kind
+        parameters = {p for block in blocks for name in block.roles for p in parts[name].parameters()}
+        sizes = sum(map(_whole_bytes, parameters)), sum(local(parameter).nbytes for parameter in parameters)
+        rows.append(SplitBlocks(blocks[0].shape, names, len(blocks), *sizes, reason))
+    return rows
 
 
 def _whole_bytes(parameter: Tensor) -> int:
     split = split_of(parameter)
-    shape = parameter.shape if split is None else split.whole_shape(parameter)
+    shape = parameter.shape if split is None else split.whole_shape(local(parameter))
     return math.prod(shape) * parameter.element_size()

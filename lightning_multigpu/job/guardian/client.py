@@ -24,7 +24,7 @@ from lightning_multigpu.job.guardian.protocol import (
     encode,
     foreign,
 )
-from lightning_multigpu.job.guardian.start import GuardianError
+from lightning_multigpu.job.guardian.start import Guardian, GuardianError
 
 OnFailure = Callable[[Failure], None]
 
@@ -49,6 +49,7 @@ class GuardianClient:
         failure: the failure that ``on_failure`` was called with, or None.
         find_failure: called twice a second in a run, in another thread; a failure that it finds is reported.
         flight_recorder: the record of this rank's steps and collectives, for the guardian to read.
+        started: the guardian, if this process has started it; ``place``: its address and number of ranks.
         rests: the process is between two runs: neither its end nor the guardian's is a failure, until a rank begins the
             next run.
 
@@ -63,6 +64,8 @@ class GuardianClient:
         self.failure: Failure | None = None
         self.find_failure: Callable[[], Failure | None] = lambda: None
         self.rests = False
+        self.started: Guardian | None = None
+        self.place: tuple[object, ...] = ()
         self._run = 1
         self._on_failure = on_failure
         self._leaving, self._all_at_end, self._printed = threading.Event(), threading.Event(), threading.Event()
@@ -97,12 +100,12 @@ class GuardianClient:
             on_failure(self.failure)
             self._all_at_end.set()
 
-    def rest(self) -> None:
-        """Ends a run: see :attr:`rests`. After a failure the guardian leaves this process the time that it needs."""
+    def rest(self, advice: str = "") -> None:
+        """Ends a run: see :attr:`rests`."""
         self.rests = True
         self.flight_recorder.detach()
         self._pages[PAGE_BYTES * self._slot : PAGE_BYTES * (self._slot + 1)] = bytes(PAGE_BYTES)
-        self._send("rest", run=self._run)
+        self._send("rest", run=self._run, advice=advice[:MAX_WHAT])
 
     def failed(self, failure: Failure) -> None:
         """Reports a failure to the guardian, which informs the other ranks; all have to end."""
@@ -117,26 +120,24 @@ class GuardianClient:
             raise ValueError("rank 0 cannot be lost, since it has the results: call can_be_lost on other ranks only")
         self._send("can be lost")
 
-    def print_failure(self, advice: str, *, waits: bool) -> bool:
-        """Makes the guardian print the failure with ``advice``, once for all ranks, when the others have ended.
+    def leave_failed_run(self, advice: str) -> bool:
+        """Ends a run that has failed; returns when all ranks have, and the guardian has printed why, and ``advice``.
 
-        With ``waits`` returns when it has been printed; False if there is no guardian any more.
+        False if the guardian has ended before that.
         """
-        self._send("print", advice=advice[:MAX_WHAT])
-        if waits:
-            self._printed.wait(self._end_s + _PRINT_S)
-        return self._is_printed or not waits
+        self.rest(advice)
+        self._printed.wait(self._end_s + _PRINT_S)
+        return self._is_printed
 
     def joining(self, limit_s: float | None) -> None:
         """Reports that this rank joins the others, and has failed after ``limit_s``; None once it has joined them."""
         self._send("joining", limit_s=limit_s)
 
-    def counts_interrupts(self) -> None:
-        """Makes a second Ctrl-C end the job at once: the program has no handler of its own for SIGINT."""
-        self._send("counts interrupts")
-
     def signalled(self, status: int, number: int) -> None:
-        """Reports this rank's first, second... SIGINT or SIGTERM; the second ends the job with that exit status."""
+        """Reports this rank's first, second... SIGINT or SIGTERM, or by the number 0 that it acts on one.
+
+        After the first, ranks have ``failure_timeout_s`` to act; the second ends the job with that exit status at once.
+        """
         self._send("signalled", status=status, number=number)
 
     def finish(self) -> Failure | None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import builtins
 import contextlib
 import os
-import re
 from typing import Any, NamedTuple
 
-from lightning_multigpu.job.guardian.frames import PYTHON, Frame
+from lightning_multigpu.job.guardian.frames import Frame, place
 
 TRACEBACK = "LIGHTNING_MULTIGPU_TRACEBACK"
 # Characters, which take up to 6 bytes each in JSON; together they must fit into a message.
@@ -31,7 +30,8 @@ class Failure(NamedTuple):
         host: the name of the host.
         pid: the failed process on its host, or None if there is none.
         step: optimizer steps that the rank had completed, or None if unknown.
-        traceback: the traceback of the rank's exception with its notes, or empty.
+        place: the line that has raised the exception; empty without one.
+        traceback: the traceback of the rank's exception with its notes, without frames of libraries; or empty.
         error_type: the name of the exception's class, "builtins.ValueError"; empty without an exception.
         message: the exception's message, for an exception of that class on other ranks.
         age_s: for how long it had lasted when it was found.
@@ -43,6 +43,7 @@ class Failure(NamedTuple):
     host: str = ""
     pid: int | None = None
     step: int | None = None
+    place: str = ""
     traceback: str = ""
     error_type: str = ""
     message: str = ""
@@ -55,6 +56,9 @@ class Failure(NamedTuple):
         import traceback  # by ranks alone: it takes 10 ms of a guardian's start
 
         kind, text = type(error), text_of(error)
+        found = traceback.TracebackException.from_exception(error)
+        frames = [Frame(each.filename, each.lineno or 0, each.name) for each in reversed(found.stack)]
+        left_out = _leave_out_libraries(found) if os.environ.get(TRACEBACK) != "full" else ""
         if _BEGINS in text:  # a data loader puts the traceback of its worker into its message
             text = f"{text.partition(chr(10))[0]} {text.rstrip().rpartition(chr(10))[2]}"
         # str() of a KeyError is the quoted key, which another KeyError would quote again.
@@ -65,7 +69,8 @@ class Failure(NamedTuple):
             host=host_name(),
             pid=os.getpid(),
             step=step,
-            traceback="".join(traceback.format_exception(error)),
+            place=place(frames) if frames else "",
+            traceback=left_out + "".join(found.format()).rstrip(),
             error_type=f"{kind.__module__}.{kind.__qualname__}",
             message=error.args[0] if is_text else text_of(error),
         )
@@ -83,7 +88,7 @@ class Failure(NamedTuple):
                 error.add_note(self.note())
                 return error
         text = self.describe() if self.rank is not None else f"the job failed: {self.describe()}"
-        return RankFailedError(f"{text}\n{folded(self.traceback)}".rstrip())
+        return RankFailedError(f"{text}\n{self.traceback}".rstrip())
 
     def is_alike(self, other: Failure) -> bool:
         """Whether two ranks have raised the same class of exception at the same step and line."""
@@ -92,13 +97,7 @@ class Failure(NamedTuple):
 
     def note(self) -> str:
         """The note of an exception of this failure in another process."""
-        return f"Raised in another process: {self.describe()}\n{folded(self.traceback)}".rstrip()
-
-    @property
-    def place(self) -> str:
-        """The user's innermost line in the traceback: "train.py:42 in training_step"; empty without one."""
-        frames = [frame for line in self.traceback.splitlines() if (frame := _frame_of(line)) is not None]
-        return next((frame.text for frame in reversed(frames) if not frame.library), "")
+        return f"Raised in another process: {self.describe()}\n{self.traceback}".rstrip()
 
     def describe(self) -> str:
         """One line: "rank 3 (host node7, pid 4242, last completed step 120) was ended by SIGKILL"."""
@@ -118,6 +117,7 @@ class Failure(NamedTuple):
         return self._replace(
             what=self.what[:MAX_WHAT],
             host=self.host[:_MAX_NAME],
+            place=self.place[:_MAX_NAME],
             error_type=self.error_type[:_MAX_NAME],
             message=self.message[:MAX_WHAT],
             traceback=self.traceback[-MAX_TRACEBACK:],
@@ -139,43 +139,17 @@ def text_of(error: BaseException) -> str:
 
 
 _BEGINS = "Traceback (most recent call last):"
-_FRAME = re.compile(r'^([ |+]*)  File "(.*)", line (\d+), in (.*)$')
 
 
-def _frame_of(line: str) -> Frame | None:
-    found = _FRAME.match(line)
-    return None if found is None else Frame(found[2], int(found[3]), found[4])
-
-
-def folded(text: str) -> str:
-    """Tracebacks with one line for successive frames of lightning, torch and this pack; other lines stay as they are.
-
-    Frames of Python's own library are shown if the user's code has called them. LIGHTNING_MULTIGPU_TRACEBACK=full shows
-    all.
-    """
-    if os.environ.get(TRACEBACK) == "full":
-        return text
-    shown: list[str] = []
-    hidden: list[Frame] = []
-    is_hidden, margin, hint = True, "", f" ({TRACEBACK}=full shows all)"
-    for line in text.splitlines():
-        frame = _frame_of(line)
-        if frame is not None:
-            is_hidden = frame.library != "" and (frame.library != PYTHON or is_hidden)
-            if is_hidden:
-                hidden.append(frame)
-                margin = line.partition("  File")[0]
-                continue
-        elif hidden and line.startswith((f"{margin}    ", f"{margin}  [Previous line repeated")):
-            continue
-        if hidden:
-            # If the traceback ends within them, the last frame has raised the exception.
-            last = f", last {hidden[-1].text}" if frame is None else ""
-            shown.append(f"{margin}  ... {len(hidden)} frame{'s' * (len(hidden) > 1)} of libraries{last}{hint}")
-            hidden, hint = [], ""
-        is_hidden = frame is None and (is_hidden or _BEGINS in line)
-        shown.append(line)
-    return "\n".join(shown)
+def _leave_out_libraries(found: Any) -> str:
+    """Leaves out frames of libraries, but not one that has raised, of an exception and its causes; says how many."""
+    number = 0
+    while found is not None:
+        kept = [each for each in found.stack[:-1] if not Frame(each.filename, 0, "").library] + found.stack[-1:]
+        number += len(found.stack) - len(kept)
+        found.stack[:] = kept
+        found = found.__cause__ or found.__context__
+    return f"(Without {number} frames of libraries: {TRACEBACK}=full shows all)\n" * (number > 0)
 
 
 def host_name() -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import signal
@@ -12,11 +11,6 @@ import time
 from typing import NamedTuple
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
-
-_LIMITS = (
-    "the system may allow no more processes, threads or memory: see `ulimit -u`, `ulimit -v`, `free`, and pids.max and "
-    "memory.max of the container; or lower num_workers and OMP_NUM_THREADS"
-)
 
 # From include/uapi/linux/pidfd.h: the ioctl PIDFD_GET_INFO (Linux 6.13) and its flag PIDFD_INFO_EXIT (Linux 6.15).
 _PIDFD_GET_INFO = 0xC040FF0B
@@ -128,20 +122,6 @@ class WatchedProcess:
 def clock_s() -> float:
     """Time that goes on while the machine sleeps, so that a pause of this process shows as a jump; it cannot be set."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
-
-
-def refusal(error: BaseException) -> str:
-    """The limits to look at if the system may have refused a process or a thread; empty for another error."""
-    # Python's error about a thread that cannot start has no number, and neither has C++'s.
-    words = ("can't start new thread", os.strerror(errno.EAGAIN))
-    is_thread = type(error) is RuntimeError and str(error).startswith(words)
-    return _LIMITS if is_thread or getattr(error, "errno", None) in (errno.EAGAIN, errno.ENOMEM) else ""
-
-
-def note_refusal(error: BaseException, who: str) -> None:
-    """Adds the limit to look at, and the process that was refused something, to the system's error."""
-    if hint := refusal(error):
-        error.add_note(f"{who}: {hint}")
 
 
 def ended_text(exit_code: int | None) -> str:

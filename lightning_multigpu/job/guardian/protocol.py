@@ -22,6 +22,7 @@ from typing import Any
 
 MAX_LINE_BYTES = 128 * 1024
 _CHUNK_BYTES = 64 * 1024
+INTERRUPTED_STATUS = 130  # of a job that a second Ctrl-C has ended
 _MAX_DESCRIPTORS = 4
 _MAX_ACCEPTED = 64
 

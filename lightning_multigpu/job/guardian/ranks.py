@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lightning_multigpu.job.guardian.blocking import print_text
-from lightning_multigpu.job.guardian.failure import Failure, closing_lines, folded, host_name
+from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host_name
 from lightning_multigpu.job.guardian.proc import ENDED, STOPPED, WatchedProcess, ended_text
 from lightning_multigpu.job.guardian.workers import Workers
 
@@ -26,8 +26,7 @@ class WatchedRank:
         joining_until_s: the time by which it has to join the others; None before and afterwards.
         reported_exit_code: the exit status that its parent has reported.
         lost_since_s: the time at which the job has lost it and has gone on; None otherwise.
-        has_raised: its run has ended with the job's failure, which its program may catch.
-        advice: the last line of the failure that it has asked to print; None before.
+        advice: its last line for the failure, such as the file to resume from; it has left the failed run.
     """
 
     def __init__(self, rank: int, process: WatchedProcess, slot: int) -> None:
@@ -35,10 +34,10 @@ class WatchedRank:
         self.process = process
         self.slot = slot
         self.workers = Workers(process.pid)
-        self.finished = self.at_end = self.has_left = self.can_be_lost = self.has_raised = False
+        self.finished = self.at_end = self.has_left = self.can_be_lost = False
         self.joining_until_s: float | None = None
         self.reported_exit_code: int | None = None
-        self.advice: str | None = None
+        self.advice = ""
         self.lost_since_s: float | None = None
         self.stopped_since_s: float | None = None
         self.ended_since_s: float | None = None
@@ -162,7 +161,6 @@ class Shutdown:
     def __init__(self, failure: Failure, now_s: float, timeout_s: float, waits: list[str]) -> None:
         self.failure, self.waits = failure, waits
         self._kill_at_s = now_s - failure.age_s + OWN_TIME * timeout_s
-        self.is_printed = False
 
     def hurry(self, now_s: float) -> None:
         """Leaves ranks only the time to receive the message: the user has ended the job."""
@@ -185,12 +183,9 @@ class Shutdown:
                 rank.process.kill()
         return not left
 
-    def print(self, ranks: Ranks, *, has_traceback: bool = False, advice: str = "") -> None:
-        """Prints the failure in the terminal, once, without the traceback if the failed rank has printed that."""
-        if self.is_printed:
-            return
-        self.is_printed = True
-        is_here = ranks.get(self.failure.rank) is not None
-        lines = [folded(self.failure.traceback).rstrip()] if is_here and not has_traceback else []
-        lines += [*closing_lines(self.failure, self.waits), advice]
+    def print(self, ranks: Ranks) -> None:
+        """Prints the failure in the terminal, on the failed rank's host with its traceback."""
+        lines = [self.failure.traceback] if ranks.get(self.failure.rank) is not None else []
+        lines += closing_lines(self.failure, self.waits)
+        lines += [rank.advice for rank in sorted(ranks, key=lambda rank: rank.rank) if rank.advice][:1]
         print_text("".join(f"{line}\n" for line in lines if line), limit_s=_PRINT_S)

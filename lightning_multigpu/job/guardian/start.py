@@ -22,7 +22,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
-from lightning_multigpu.job.guardian.proc import refusal
 from lightning_multigpu.job.guardian.protocol import Connection, foreign
 
 ADDRESS = "LIGHTNING_MULTIGPU_GUARDIAN"
@@ -57,7 +56,6 @@ class Guardian:
         failure_timeout_s: float = 15.0,
         hang_report_s: float | None = None,
         address: str | None = None,
-        owner_stays: bool = False,
     ) -> Guardian:
         """Starts the guardian; with a random address also sets the variable by which ranks that start later find it.
 
@@ -69,7 +67,6 @@ class Guardian:
             failure_timeout_s: seconds after a failure in which all ranks have to end, 1 or more.
             hang_report_s: seconds that a rank may wait in a collective before a report, 1 or more; None for no report.
             address: the address for ranks that do not inherit the environment; None for a random one.
-            owner_stays: this process is no rank and gets the ranks' failure: the guardian stays until :meth:`stop`.
 
         Raises:
             GuardianError: it does not start, another guardian at ``address`` does not end, or a process of another user
@@ -85,7 +82,7 @@ class Guardian:
             os.ftruncate(pages, PAGE_BYTES * num_ranks)
             own, theirs = socket.socketpair()
             stack.enter_context(theirs)
-            settings = {"num_ranks": num_ranks, "owner_pid": os.getpid(), "owner_stays": owner_stays}
+            settings = {"num_ranks": num_ranks, "owner_pid": os.getpid()}
             limits = {"failure_timeout_s": failure_timeout_s, "hang_report_s": hang_report_s}
             descriptors = {"listener": listener.fileno(), "owner_link": theirs.fileno(), "pages": pages}
             try:
@@ -105,20 +102,16 @@ class Guardian:
         """Reports a child's exit status (``Popen.returncode``); kernels before 6.15 give it to the parent only."""
         self._link.send("ended", rank=rank, exit_code=exit_code)
 
-    def print_failure(self, advice: str) -> bool:
-        """As :meth:`GuardianClient.print_failure`; returns when it has been printed."""
-        self._link.send("print", advice=advice)
+    def has_printed(self) -> bool:
+        """Waits until the guardian of ranks that have failed and ended has printed why; False if it does not."""
         while not self._link.closed and select.select([self._link.socket], [], [], _START_TIMEOUT_S)[0]:
             if any(message["kind"] == "printed" for message in self._link.arriving()):
                 return True
         return False
 
-    def stop(self, *, is_caught: bool = False) -> None:
-        """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected.
-
-        ``is_caught``: this process has raised the ranks' failure, and does not ask to print it any more.
-        """
-        self._link.send("stop", is_caught=is_caught)
+    def stop(self) -> None:
+        """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected."""
+        self._link.send("stop")
         self._link.close()
         if os.environ.get(ADDRESS) == self.address:
             del os.environ[ADDRESS]
@@ -167,8 +160,7 @@ def _run(settings: dict[str, object], descriptors: tuple[int, ...]) -> int:
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        hint = refusal(error)
-        raise GuardianError(f"the guardian does not start: {error}{hint and '; '}{hint}") from error
+        raise GuardianError(f"the guardian does not start: {error}") from error
     if started.returncode != 0:
         raise GuardianError(f"the guardian does not start: {' '.join(command)} ended with {started.returncode}")
     return int(started.stdout)

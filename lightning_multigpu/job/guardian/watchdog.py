@@ -17,14 +17,13 @@ from lightning_multigpu.job.guardian.failure import Failure, closing_lines, host
 from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES, read_steps
 from lightning_multigpu.job.guardian.hang.hang_watch import HangWatch
 from lightning_multigpu.job.guardian.host_links import Hosts
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS, Interrupts
 from lightning_multigpu.job.guardian.proc import ENDED, WatchedProcess, clock_s, ended_text
-from lightning_multigpu.job.guardian.protocol import Connection, Message, accepted, foreign, peer_of
+from lightning_multigpu.job.guardian.protocol import INTERRUPTED_STATUS, Connection, Message, accepted, foreign, peer_of
 from lightning_multigpu.job.guardian.ranks import OWN_TIME, Ranks, Shutdown, WatchedRank
 
+_FIRST_INTERRUPT = "\nCtrl-C: the run ends in order, and callbacks may save. Another Ctrl-C ends it at once.\n"
 _SHORTEST_PAUSE_S = 1.0
 _SHORTEST_ROUND_S = 0.05
-_TO_ASK_S = 2.0  # after a rank that asks to print the failure, for the others
 
 
 class Watchdog:
@@ -35,14 +34,12 @@ class Watchdog:
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
-        self._owner_stays: bool = settings["owner_stays"]  # it gets the ranks' failure, and stops this process
-        self._owner_gone = self._stopping = self._is_caught_by_owner = False
-        self._owner_advice: str | None = None
-        self._asked_s: float | None = None  # the time at which a process has last asked to print the failure
+        self._owner_gone = self._stopping = False
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._shutdown: Shutdown | None = None
-        self._interrupts = Interrupts()
+        self._signals, self._status = 0, INTERRUPTED_STATUS  # the ranks' first or second one, and its exit status
+        self._act_by_s = float("inf")
         self._hurries = self._released = self._looks_now = False
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(fileno=settings["listener"])
@@ -58,13 +55,14 @@ class Watchdog:
         self._hang_watch = HangWatch(settings["hang_report_s"], self._ranks, self._pages, self._hosts)
 
     def run(self) -> None:
-        """Watches until all ranks have finished, or until all have ended after a failure."""
-        self._interrupts.install()
+        """Watches until all ranks have finished, or until all have left a failed run; then prints the failure."""
         while not self._is_over():
             self.turn()
         self._hosts.close()
-        if self._shutdown is not None and not self._is_caught():
+        if self._shutdown is not None:
             self._shutdown.print(self._ranks)
+            for connection in (*self._connections, self._owner_link):
+                connection.send("printed")
 
     def turn(self) -> None:
         """Handles messages until the next look at the ranks, and looks at them."""
@@ -98,20 +96,13 @@ class Watchdog:
 
     def _is_over(self) -> bool:
         if self._shutdown is not None:
+            # Without a guardian, ranks that have yet to connect would wait for long.
+            if len(self._ranks) < self._ranks.num_ranks and not self._shutdown.is_late(self._now_s):
+                return False
             ended = self._shutdown.progress(self._ranks, self._now_s) and self._workers_have_ended(self._ranks.at_work)
             if ended:
                 self._read_rest()
-            if not ended or not self._lost_have_ended():
-                return False
-            self._hosts.close()
-            self._print_if_asked(self._shutdown)
-            for rank in self._ranks.resting:  # it exits, and a thread of the program may keep it
-                if rank.advice is not None and self._now_s - (self._asked_s or 0.0) > self._timeout_s:
-                    rank.process.kill()
-            owner_may_ask = self._owner_stays and not self._stopping
-            # Without a guardian, ranks that have yet to connect would wait for long.
-            are_missing = len(self._ranks) < self._ranks.num_ranks and not self._shutdown.is_late(self._now_s)
-            return not (self._ranks.resting or owner_may_ask or are_missing)
+            return ended and self._lost_have_ended()
         if not self._lost_have_ended() or self._ranks.at_work or self._ranks.resting:
             return False
         self._read_rest()
@@ -119,27 +110,6 @@ class Watchdog:
         if not (everybody_came or self._owner_gone or self._stopping):
             return False
         return self._released or not self._hosts.connected()
-
-    def _print_if_asked(self, shutdown: Shutdown) -> None:
-        """Prints the failure when all ranks have asked for it or ended; those whose programs catch it get a moment."""
-        asked = {rank.rank: rank.advice for rank in self._ranks if rank.advice is not None}
-        may_ask = any(rank.advice is None for rank in self._ranks.resting)
-        if self._asked_s is None or (may_ask and self._now_s - self._asked_s < _TO_ASK_S):
-            return
-        shutdown.print(
-            self._ranks,
-            has_traceback=self._owner_advice is not None or shutdown.failure.rank in asked,
-            advice=asked[min(asked)] if asked else self._owner_advice or "",
-        )
-        for connection in (*self._connections, self._owner_link):
-            connection.send("printed")
-
-    def _is_caught(self) -> bool:
-        """Whether a program has caught the failure's exception: nothing has kept it from asking to print that."""
-        silent = [rank.process for rank in self._ranks if rank.has_raised and rank.advice is None]
-        caught_here = not self._owner_stays and any((process.exit_code() or 0) >= 0 for process in silent)
-        is_signal = self._shutdown is None or self._shutdown.failure.signal  # which Lightning catches
-        return not self._hurries and not is_signal and (caught_here or self._is_caught_by_owner)
 
     def _read_rest(self) -> None:
         """Reads the last messages of ranks that have ended."""
@@ -176,10 +146,9 @@ class Watchdog:
                 connection.send("all at end")
 
     def _observe_interrupts(self) -> None:
-        self._interrupts.show_first()
-        if not self._hurries and (self._interrupts.number > 1 or self._hosts.end_now):
+        if not self._hurries and (self._signals > 1 or self._hosts.end_now):
             self._hurries = True
-            status = self._hosts.end_now or self._interrupts.status
+            status = self._hosts.end_now or self._status
             name = "Ctrl-C" if status == INTERRUPTED_STATUS else "SIGTERM"
             self._hosts.send("end now", status=status)
             for connection in self._connections:  # before the failure, which ranks would raise first
@@ -190,6 +159,11 @@ class Watchdog:
             if self._shutdown.failure.signal:  # the first one, which a rank has acted on alone
                 self._shutdown.failure = failure
             self._shutdown.hurry(self._now_s)
+        elif self._now_s > self._act_by_s:  # they wait for each other, or train no more: each one acts alone
+            number = signal.Signals(self._status - 128)
+            what = f"the ranks have agreed on no batch within {self._timeout_s:g} s after {number.name}"
+            self._act_by_s = float("inf")
+            self._fail(Failure(what, host=host_name(), signal=number))
 
     def _workers_have_ended(self, ranks: list[WatchedRank]) -> bool:
         pids = {rank.process.pid for rank in self._ranks}
@@ -226,7 +200,8 @@ class Watchdog:
         if failed is not None and failed.can_be_lost and failure.signal != signal.SIGINT:
             failed.finished = failed.at_end = True  # the job goes on without it
             failed.lost_since_s = self._now_s
-            print_text(closing_lines(failure, [], goes_on=True)[0] + "\n")
+            lines = failure.traceback, *closing_lines(failure, [], goes_on=True)
+            print_text("".join(f"{line}\n" for line in lines if line))
             return
         # Before the failure is sent: ranks that receive it stop waiting.
         waits = self._hang_watch.last_waits(failure.rank)
@@ -321,12 +296,12 @@ class Watchdog:
             self._begin(message["run"], message["failure_timeout_s"], message["hang_report_s"])
         elif kind in ("rest", "leave"):
             rank.has_left = kind == "leave"
-            rank.has_raised |= kind == "rest" and self._shutdown is not None
+            rank.advice = message.get("advice", "")
             # Others may have begun a further run: then this one has to come, or its end is a failure.
             if self._shutdown is not None or message["run"] == self._ranks.run:
                 rank.finished = rank.at_end = True
             if not self._ranks.at_work:
-                self._interrupts.restart()
+                self._signals, self._act_by_s = 0, float("inf")
         elif kind == "at end":
             rank.at_end = True
             self._looks_now |= self._ranks.all_at_end
@@ -335,15 +310,16 @@ class Watchdog:
             rank.joining_until_s = None if limit_s is None else self._now_s + limit_s
         elif kind == "can be lost":
             rank.can_be_lost = True
-        elif kind == "counts interrupts":
-            self._interrupts.counts = True
         elif kind == "signalled":
-            self._interrupts.reported(message["number"], message["status"])
+            number, status = message["number"], message["status"]
+            if number == 0:
+                self._act_by_s = float("inf")
+            elif number > self._signals:
+                self._signals, self._status, self._act_by_s = number, status, self._now_s + self._timeout_s
+                if (number, status) == (1, INTERRUPTED_STATUS):
+                    print_text(_FIRST_INTERRUPT)
         elif kind == "failed":
             self._fail(Failure(**message["failure"]))
-        elif kind == "print":
-            rank.advice, rank.finished = message["advice"], True
-            self._asked_s, self._looks_now = self._now_s, True
         elif kind == "listen":
             sock, secret = socket.socket(fileno=connection.take_descriptor()), message["secret"]
             self._hosts.listen(sock, num_nodes=message["num_nodes"], secret=secret, now_s=self._now_s)
@@ -364,10 +340,7 @@ class Watchdog:
                     self._fail(Failure(str(error), host=host_name()))
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
-            elif kind == "print":
-                self._owner_advice, self._asked_s, self._looks_now = message["advice"], self._now_s, True
             elif kind == "stop":
-                self._stopping, self._is_caught_by_owner = True, message["is_caught"]
+                self._stopping = True
         if self._owner_link.closed:
-            self._stopping |= self._owner_stays
             self._forget(self._owner_link.socket)

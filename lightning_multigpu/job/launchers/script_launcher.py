@@ -14,17 +14,13 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import (
-    EndOfRun,
     SubprocessScriptLauncher,
     given_checkpoint,
     set_num_threads_if_needed,
 )
 from lightning_multigpu.job.guardian import Guardian
-from lightning_multigpu.job.guardian.proc import note_refusal
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import print_if_uncaught
-from lightning_multigpu.job.waiting_ranks import are_waiting, launch_rank
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -52,7 +48,6 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._check(trainer)
             self._joining.resumes = given_checkpoint(function, args) is not None
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
-        watch = self._joining.watch
         guardian: Guardian | None = None
         if not self.cluster_environment.creates_processes_externally:
             guardian = start_guardian(self._run)
@@ -60,21 +55,9 @@ class ScriptLauncher(SubprocessScriptLauncher):
             _STARTED.update(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
         else:
             self._check_started()
-        try:
-            self._joining.begin(
-                self._run, guardian=guardian, started={rank: each.pid for rank, each in _STARTED.items()}
-            )
-        except RuntimeError as error:
-            note_refusal(error, f"rank {self._run.rank}")
-            raise
+        self._joining.begin(self._run, guardian=guardian, started={rank: each.pid for rank, each in _STARTED.items()})
         set_num_threads_if_needed(num_processes=self.num_processes)
-        try:
-            return watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
-        except EndOfRun:  # on all ranks; their scripts go on
-            raise
-        except Exception as error:
-            print_if_uncaught(error, watch.report(self._run, trainer))
-            raise
+        return self._joining.watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
 
     def _check_started(self) -> None:
         """Raises ValueError where other ranks have been started than those of ``devices`` and ``num_nodes``."""
@@ -90,26 +73,13 @@ class ScriptLauncher(SubprocessScriptLauncher):
 
     def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
-        environment = self.cluster_environment
         try:
-            if not are_waiting():
-                self._call_children_scripts()
-                return
-            os.environ.update(
-                MASTER_ADDR=environment.main_address,
-                MASTER_PORT=str(environment.main_port),
-                NODE_RANK=str(environment.node_rank()),
-                LOCAL_RANK=str(environment.local_rank()),
-                WORLD_SIZE=str(self.num_processes * self.num_nodes),
-            )
-            for local_rank in range(1, self.num_processes):
-                self.procs.append(launch_rank(local_rank, os.environ | {"LOCAL_RANK": str(local_rank)}))
-        except BaseException as error:
+            self._call_children_scripts()
+        except BaseException:
             guardian.kill()
             for process in self.procs:
                 process.kill()
                 process.wait()
-            note_refusal(error, f"rank {len(self.procs) + 1} of {self.num_processes} on this host cannot start")
             raise
 
     @override

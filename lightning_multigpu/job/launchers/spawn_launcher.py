@@ -8,7 +8,7 @@ import os
 import pickle
 import signal
 import time
-import weakref
+import traceback
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -33,17 +33,11 @@ from lightning_multigpu._lightning_internals import (
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian import Failure, Guardian
 from lightning_multigpu.job.guardian.failure import host_name
-from lightning_multigpu.job.guardian.interrupts import INTERRUPTED_STATUS
-from lightning_multigpu.job.guardian.proc import ended_text, note_refusal
+from lightning_multigpu.job.guardian.proc import ended_text
+from lightning_multigpu.job.guardian.protocol import INTERRUPTED_STATUS
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import (
-    FailureReport,
-    is_reported,
-    limit_exit,
-    limit_later_exit,
-    print_if_uncaught,
-)
+from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, limit_later_exit
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -98,7 +92,7 @@ class SpawnLauncher(MultiProcessingLauncher):
     def _run_ranks(self, task: Callable[[int, Connection, str], None]) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
         limit_later_exit(None)
-        guardian = start_guardian(self.run, owner_stays=True)
+        guardian = start_guardian(self.run)
         ranks: _Ranks | None = None
         try:
             ranks = _Ranks(self.run, self._start_method, task, guardian)
@@ -115,8 +109,7 @@ class SpawnLauncher(MultiProcessingLauncher):
                 elif ranks is not None:
                     ranks.end(signal.SIGTERM, signal.SIGKILL)
             finally:
-                if not is_reported(error):
-                    guardian.stop()
+                guardian.stop()
             raise
         finally:
             # They end so at a second Ctrl-C.
@@ -167,15 +160,12 @@ class SpawnLauncher(MultiProcessingLauncher):
             if isinstance(error, EndOfRun):
                 error = ValueError(_TUNED_IN_VAIN)
                 watch.settle(error, run, None)
-            if watch.failure is None:  # it has not joined
-                note_refusal(error, f"rank {run.rank}")
+            if watch.failure is None:  # it has not joined, and the guardian sees only its end
+                traceback.print_exception(error)
                 watch.failure = Failure.of(error, rank=run.rank, step=None)
-            report = watch.report(run, trainer)
-            if watch.is_lost:  # the process that has started the ranks goes on
-                report.print(error)
-                raise SystemExit(1) from None
-            checkpoint = None if report.checkpoint is None else report.checkpoint()
-            answers.send_bytes(pickle.dumps(_Failed(watch.failure, report.in_full, checkpoint)))
+            if not watch.is_lost:  # else the process that has started the ranks goes on
+                answers.send_bytes(pickle.dumps(watch.failure))
+            watch.stop()
             raise SystemExit(1) from None
         answers.send_bytes(answer)
 
@@ -219,17 +209,6 @@ class _Result(NamedTuple):
     extra: Any
 
 
-class _Failed(NamedTuple):
-    """The answer of a rank whose run has failed.
-
-    ``in_full``: the failure is this rank's own. ``checkpoint`` is the file to resume from.
-    """
-
-    failure: Failure
-    in_full: bool = False
-    checkpoint: str | None = None
-
-
 class _Ranks:
     """The processes, each with a pipe of its own, so that a killed process cannot damage another one's answer."""
 
@@ -250,10 +229,9 @@ class _Ranks:
                     process.start()
                 self.processes.append(process)
                 guardian.started(self._first_rank + local_rank, process.pid)
-        except BaseException as error:
+        except BaseException:
             guardian.kill()
             self.end(signal.SIGKILL)
-            note_refusal(error, f"rank {len(self.processes)} of {run.ranks_per_host} on this host cannot start")
             raise
 
     def await_end(self) -> None:
@@ -277,7 +255,7 @@ class _Ranks:
         Raises the exception of a rank that has failed, or what the first process raises at a signal.
         """
         codes = [process.exitcode for process in self.processes]
-        failed = [answer for answer in self._answers.values() if isinstance(answer, _Failed)]
+        failed = [answer for answer in self._answers.values() if isinstance(answer, Failure)]
         if not failed and isinstance(result := self._answers.get(0), _Result):
             return result
         if not failed and _INTERRUPTED in self._answers.values():
@@ -288,15 +266,9 @@ class _Ranks:
             index = codes.index(min(codes)) if min(codes) < 0 else codes.index(next(filter(None, codes), 0))
             when = " before its work was done" if codes[index] == 0 else ""
             what = f"{ended_text(codes[index])}{when}"
-            failure = Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)
-            failed = [_Failed(failure)]
-        first = min(failed, key=lambda each: not each.in_full)
-        error = first.failure.exception()
-        checkpoint = next((each.checkpoint for each in failed if each.checkpoint), None)
-        limit = partial(limit_exit, self._timeout_s)
-        report = FailureReport(first.failure, first.in_full, self._guardian.print_failure, lambda: checkpoint, limit)
-        print_if_uncaught(error, report)
-        weakref.finalize(report, self._guardian.stop, is_caught=True)
+            failed = [Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)]
+        error = max(failed, key=lambda each: bool(each.traceback)).exception()
+        exit_after(error, FailedExit(self._timeout_s, time.monotonic(), self._guardian.has_printed()))
         raise error from None
 
     def interrupt(self) -> None:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from math import hypot
 from typing import Any, NamedTuple
 
+from lightning_multigpu.planning.numbers import usual_bucket_bytes
 from lightning_multigpu.planning.pipelines.schedule_order import (
     LOOPED_SCHEDULES,
     ScheduleName,
@@ -27,7 +28,6 @@ from lightning_multigpu.planning.pipelines.schedule_order import (
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
 from lightning_multigpu.planning.scaling.machine import Machine, World, servers_s
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
-from lightning_multigpu.planning.strategy_options import usual_bucket_bytes
 
 _UNCERTAINTY = 0.15
 """The uncertainty of a prediction where nothing varied: 8 of 10 errors of ``benchmarks.planner`` are smaller."""

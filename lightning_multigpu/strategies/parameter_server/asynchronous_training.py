@@ -336,7 +336,7 @@ class AsynchronousTraining(Callback):
         self._at_end.clear()
 
     def gather_at_end(self, value: Callable[[], Any]) -> list[Any]:
-        """See :meth:`.MultiGPUStrategy.gather_at_end`."""
+        """See :attr:`.RunView.gather_at_end`."""
         found: list[Any] = []
         self._at_end.append((value, found))
         return found

@@ -7,7 +7,8 @@ import dataclasses
 import os
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -32,6 +33,7 @@ from lightning_multigpu.job.server_process import ServerProcess
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.parameter_server.asynchronous_training import AsynchronousTraining
+from lightning_multigpu.strategies.run_view import RunView
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -243,7 +245,15 @@ class ParameterServerStrategy(MultiGPUStrategy):
         return ServerTransport(optimizer, self._connections, bucket_bytes=self._bucket_bytes)
 
     @override
-    def server_statistics(self) -> ServerStatistics | None:
+    def run_view(self) -> RunView:
+        return replace(
+            super().run_view(),
+            server_statistics=self._server_statistics,
+            newest_of_ranks=self._newest_of_ranks,
+            gather_at_end=lambda value: None if self._asynchronous is None else self._asynchronous.gather_at_end(value),
+        )
+
+    def _server_statistics(self) -> ServerStatistics | None:
         if self._connections is None or self.global_rank:
             return None
         sizes = [transport.weights_bytes() for transport in self.owned.transports]
@@ -252,16 +262,11 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     # Asynchronous workers
 
-    @override
-    def newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
+    def _newest_of_ranks(self, name: str, value: Any) -> list[Any] | None:
         if self._asynchronous is None or self._connections is None:
             return None
         told = self._connections.exchange(name, value)
         return told if self.global_rank == 0 else [value]
-
-    @override
-    def gather_at_end(self, value: Callable[[], Any]) -> list[Any] | None:
-        return None if self._asynchronous is None else self._asynchronous.gather_at_end(value)
 
     @override
     def barrier(self, name: str | None = None) -> None:

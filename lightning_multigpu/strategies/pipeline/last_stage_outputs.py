@@ -34,7 +34,7 @@ from lightning_multigpu.engine.placeholder import first_placeholder
 from lightning_multigpu.strategies.steps.hook_detection import has_hook
 
 _DEPTH = 3
-_LARGEST = 16  # entries of a container whose own containers are compared: it is done twice a micro-batch
+_LARGEST = 16  # entries of a container whose own containers are compared: it is done twice a batch
 _LARGEST_COMPARED = 256  # entries of a container whose entries are compared by identity
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -63,17 +63,13 @@ class LastStageOutputs(Callback):
 
     # Among the callbacks
 
-    def add_first(self) -> None:
-        """Adds this callback before the others, if it is not among them; a Tuner replaces the list for a while."""
+    def add_first(self, *, leaves: bool = False) -> None:
+        """Adds this callback before the others if it is not there (a Tuner replaces the list), or removes it."""
         callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        if self not in callbacks:
-            callbacks.insert(0, self)
-
-    def leave(self) -> None:
-        """Removes this callback from the Trainer's."""
-        callbacks: list[Callback] = self._module.trainer.callbacks  # type: ignore[attr-defined]
-        if self in callbacks:
+        if leaves and self in callbacks:
             callbacks.remove(self)
+        elif not leaves and self not in callbacks:
+            callbacks.insert(0, self)
 
     @override
     def on_train_batch_end(
@@ -90,22 +86,18 @@ class LastStageOutputs(Callback):
 
     # Outputs of a step
 
-    def from_last(self, message: Any, output: Any, hook: str) -> tuple[Any, Any]:
-        """The last stage's message and, where the user's code has the ``hook``, its output of a step. A collective."""
-        package = None
-        if self._is_last and output is not None and has_hook(hook, self._module):
-            package = packed(output, f"the argument of {hook}")
-        message, package = self._group.from_last((message, package))
-        own = package is None or self._is_last
-        return message, output if own else unpacked(package, self._module.device)
+    def from_last(self, message: Any, output: Any, hook: str | None) -> tuple[Any, Any]:
+        """The last stage's message and, where the user's code has the ``hook``, its output of a step. A collective.
 
-    def prediction(self, output: Any) -> Any:
-        """The last stage's output of ``predict_step``, on every stage; an empty list if it cannot be pickled."""
-        package = packed(output, "the output of predict_step") if self._is_last else None
-        package = self._group.from_last(package)
-        if self._is_last:
-            return output
-        return [] if package is None else unpacked(package, self._module.device)
+        With None as the hook it is a prediction, which every stage gets; an empty list if it cannot be pickled.
+        """
+        package = None
+        if self._is_last and output is not None and (hook is None or has_hook(hook, self._module)):
+            package = packed(output, "the output of predict_step" if hook is None else f"the argument of {hook}")
+        message, package = self._group.from_last((message, package))
+        if self._is_last or package is None:
+            return message, output if self._is_last or hook is not None else []
+        return message, unpacked(package, self._module.device)
 
     # Attributes of the module
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -89,15 +89,6 @@ class PipelineOptions:
                 f"activation_checkpointing={self.activation_checkpointing!r}: between split_points there are no layers "
                 "to name; pass True for all"
             )
-
-    def with_schedule(self, schedule: ScheduleName) -> PipelineOptions:
-        """The same options under another schedule; ``stages_per_rank`` is kept if that schedule takes it.
-
-        Raises:
-            ValueError: the schedule excludes another option.
-        """
-        same_kind = (schedule in LOOPED_SCHEDULES) == (self.schedule in LOOPED_SCHEDULES)
-        return replace(self, schedule=schedule, stages_per_rank=self.stages_per_rank if same_kind else None)
 
     @property
     def measured_balance(self) -> MeasuredBalance | None:

@@ -18,9 +18,10 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
-from lightning_multigpu.engine.pipeline.measuring.use_probe import UseProbe
+from lightning_multigpu.engine.pipeline.measuring.uses import lacking
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.step_state import preserved_values, seed_of, without_differentiation
+from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.numbers import ms, size
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance, PartCost, StageCosts
@@ -55,7 +56,7 @@ class Preparation:
         """
         trainer = self._model.module.trainer
         # What a proof that steps equal those of one device rests on; the second epoch may train in another way.
-        kind = (self._pipeline.trainable(), tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
+        kind = (batch.trainable, tuple(map(id, trainer.optimizers)), min(trainer.current_epoch, 1))
         if kind in self._prepared:
             return
         proof = Proof(self._pipeline, batch) if self._options.verify_steps > 0 and batch.counts else None
@@ -106,9 +107,11 @@ class Preparation:
                 self._trace("training_step", part, *others, will_train=True)
             with without_differentiation():
                 self._find_uses("training_step", part, *others)
-        if self._balance_due is not None:
-            balance, self._balance_due = self._balance_due, None
-            self._split_by_costs(balance, batch)
+            if self._balance_due is not None:
+                balance, self._balance_due = self._balance_due, None
+                self._split_by_costs(balance, batch)
+                with without_differentiation():
+                    self._find_uses("training_step", part, *others)  # of layers that other ranks have now
 
     def _split_again(self, bounds: Bounds) -> None:
         self._model.split_again(bounds)
@@ -143,19 +146,25 @@ class Preparation:
             return [record.value for record in records], [vars(part) for part in model.module.modules()]
 
         everyone = self._world if self._will_train else model.stages
-        with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
+
+        def settle() -> bool:
             has_moved = False
             while model.group.num_ranks > 1 and any(holding.is_outside for holding in model.ownership.holdings):
                 with without_trace(model.module), preserved_values(model.ownership.held()):
-                    uses = UseProbe(model.ownership, seed_of(self._pipeline.seed, 4)).watch(step, left)
+                    uses = lacking(model.ownership, step, left, seed_of(self._pipeline.seed, 4))
                 model.chain.learn(everyone.gather_objects(uses))
                 if not model.split_again(model.bounds):
                     break
                 has_moved = True
-        if has_moved and hook == "training_step":  # the old split counted moved parameters elsewhere
-            bounds = options.bounds(model.chain, model.group.num_ranks)
-            if options.measured_balance is None and bounds != model.bounds:
-                self._split_again(bounds)
+            return has_moved
+
+        with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
+            has_moved = settle()
+            if has_moved and hook == "training_step":  # the old split counted moved parameters elsewhere
+                bounds = options.bounds(model.chain, model.group.num_ranks)
+                if options.measured_balance is None and bounds != model.bounds:
+                    self._split_again(bounds)
+                    settle()
         if (is_first or has_moved) and self._balance_due is None and model.group.num_ranks > 1:
             rank_zero_info(model.describe())
 
@@ -189,7 +198,8 @@ class Preparation:
         for of_rank in model.stages.gather_objects(found):
             parts |= of_rank
         optimizers = model.module.trainer.optimizers
-        before, after = model.ownership.end_bytes(optimizers)
+        first, last = model.ownership.at_ends()
+        before, after = (held_bytes(own, optimizers).total for own in (first, last))
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
             [before, *model.chain.training_bytes(optimizers), after],

@@ -293,7 +293,7 @@ class Proof:
                 gradient, parameter.grad = parameter.grad, None
                 value = torch.zeros_like(parameter.data) if gradient is None else gradient.detach()
                 state[name] = value.to_dense() if value.is_sparse else value
-        found = pipeline.whole_weights(state, streams=False)
+        found = model.whole_state_dict(state, streams=False)
         return {name: value.detach().cpu() for name, value in found.items()} if model.is_last else {}
 
 

@@ -13,7 +13,6 @@ from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map, tree_map_only
 from torchmetrics import Metric
 
@@ -84,11 +83,11 @@ class RunningPipeline:
         is_last = model.is_last
         self.outputs = LastStageOutputs(module, model.group, is_last=is_last, at_end=self.clipping.hide_gradients)
         self.outputs.add_first()
-        undo.callback(self.outputs.leave)
+        undo.callback(self.outputs.add_first, leaves=True)
         undo.enter_context(models_in_stages(module))
-        strategy.saves.remote = model.remote
+        strategy.remote = model.remote
         if axis is None:  # else all ranks of a tensor group gather
-            strategy.saves.begin(module.trainer, undo)
+            strategy.stream_saves(module.trainer, undo)
         else:
             undo.callback(axis.layers.follow_updates(plugin, strategy._watch_states).end)
         self.recorder = Recorder(model.meter, model.device)
@@ -135,7 +134,7 @@ class RunningPipeline:
             args = (moved(args[0], 0, self.options.batch_dim), *args[1:])
         axis, self.in_step = self.tensor_axis, True
         try:
-            with self.outputs.noting(), nullcontext() if axis is None else axis.group.showing(parts=False):
+            with nullcontext() if axis is None else axis.group.showing(parts=False):
                 output = getattr(self.model.module, hook)(*args, **kwargs)
                 return output if axis is None else tree_map(whole, output)
         finally:
@@ -181,23 +180,21 @@ class RunningPipeline:
         (whole, *others), self.step_args = self.step_args, ()
         whole = moved(whole, self.options.batch_dim, 0)
         parts = split_batch(whole, num_micro_batches_of(whole, self.num_micro_batches))
-        batch = TrainingBatch(whole, others, parts, weights_of(parts, self.loss_reduction), multiplier)
+        trainable = tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
+        batch = TrainingBatch(whole, others, parts, weights_of(parts, self.loss_reduction), multiplier, trainable)
         self._preparation.prepare(batch)
         batch.without_gradient = [p for p in self.model.ownership.held() if p.grad is None]
-        trainable = self.trainable()  # whether sent tensors have a gradient depends on it
-        kinds = [(signature_of(part), trainable) for part in batch.parts]
+        # Whether sent tensors have a gradient depends on what is trained.
+        kinds = [(signature_of(part), batch.trainable) for part in batch.parts]
         seed = (self.seed, 0, trainer.current_epoch, trainer.fit_loop.batch_idx)
-        batch.losses = self.runner.train(partial(self._training_step, batch), kinds, batch.scales, seed)
+        with self.outputs.noting():
+            batch.losses = self.runner.train(partial(self._training_step, batch), kinds, batch.scales, seed)
         outputs = self._share_outputs(batch)
         if batch.has_new_term and batch.counts:
             self._preparation.prove(batch)
         if not accumulating:
             self._reduce_gradients()
         return outputs
-
-    def trainable(self) -> tuple[bool, ...]:
-        """Whether each parameter of the module is trained now, the same on all stages; no collective."""
-        return tuple(parameter.requires_grad for parameter in self.model.ownership.parameters())
 
     def _training_step(self, batch: TrainingBatch, micro_batch: int) -> Any:
         """The loss of a micro-batch; no collective."""
@@ -266,35 +263,16 @@ class RunningPipeline:
         is_last = self.model.is_last
         self._num_evaluated += 1
         seed = (self.seed, 1, self.model.module.trainer.global_step, self._num_evaluated)
-        with self.logs.recording(pass_on=is_last) as records:
+        with self.outputs.noting(), self.logs.recording(pass_on=is_last) as records:
             output = self.runner.evaluate(lambda: self.call(hook, *args, **kwargs), seed)
-        if hook != "predict_step":
-            batch_end = f"on_{hook.removesuffix('_step')}_batch_end"
-            replayed, output = self.outputs.from_last(records, output, batch_end)
-            if not is_last:
-                self.logs.replay(replayed, hook)
-        else:
-            output = self.outputs.prediction(output)
+        batch_end = None if hook == "predict_step" else f"on_{hook.removesuffix('_step')}_batch_end"
+        replayed, output = self.outputs.from_last(records, output, batch_end)
+        if not is_last:
+            self.logs.replay(replayed, hook)
         self.model.group.finish()
         return output
 
-    # Checkpoints, and the end of the run
-
-    @property
-    def _gathering_axis(self) -> TensorAxis | None:
-        """The tensor group that has all stages' parts of a checkpoint and gathers whole values; None on other ranks."""
-        axis = self.tensor_axis if self.model.is_last else None
-        return axis if axis is not None and axis.is_split else None
-
-    def whole_weights(self, state: dict[str, Any], *, streams: bool) -> dict[str, Any]:
-        """As :meth:`.SplitModel.whole_state_dict`, of whole layers; a collective of the tensor groups, too."""
-        state, axis = self.model.whole_state_dict(state, streams=streams), self._gathering_axis
-        return state if axis is None else axis.layers.whole_state_dict(state)
-
-    def whole_state(self, optimizer: Optimizer, *, streams: bool) -> dict[str, Any]:
-        """As :meth:`.SplitModel.whole_optimizer_state`, of whole layers; a collective of the tensor groups, too."""
-        state, axis = self.model.whole_optimizer_state(optimizer, streams=streams), self._gathering_axis
-        return state if axis is None else axis.layers.whole_optimizer_state(optimizer, state)
+    # The end of the run
 
     def make_whole(self) -> None:
         """Gives the ranks the whole module, with ``gather_at_end``, at the end of a run without failures."""
@@ -334,7 +312,9 @@ class TrainingBatch:
         others: further arguments of ``training_step``.
         parts: the micro-batches.
         weights: of the micro-batches' losses, in the loss of the batch.
-        multiplier: the factor of the loss before its backward; 0 for a batch that does not count.
+        multiplier: the factor of the loss before its backward; 0 for a batch that does not count (``counts``).
+        scales: the factor of each micro-batch's loss before its backward.
+        trainable: whether each parameter of the module is trained now, the same on all stages.
         without_gradient: parameters of this rank that had no gradient before.
         records, outputs: for each micro-batch, what its step has logged, and returned beside the loss.
         losses: the losses of the micro-batches, on the last stage.
@@ -346,6 +326,7 @@ class TrainingBatch:
     parts: list[Any]
     weights: list[float]
     multiplier: float
+    trainable: tuple[bool, ...]
     without_gradient: list[Parameter] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     has_new_term: bool = False
@@ -353,15 +334,8 @@ class TrainingBatch:
     def __post_init__(self) -> None:
         self.records: list[list[Record]] = [[] for _ in self.parts]
         self.outputs: list[dict[str, Any]] = [{} for _ in self.parts]
-
-    @property
-    def counts(self) -> bool:
-        return self.multiplier != 0
-
-    @property
-    def scales(self) -> list[float]:
-        """The factor of each micro-batch's loss before its backward."""
-        return [weight * self.multiplier for weight in self.weights]
+        self.counts = self.multiplier != 0
+        self.scales = [weight * self.multiplier for weight in self.weights]
 
 
 def _of_micro_batches(loss_reduction: LossReduction, batch_dim: int) -> LossReduction:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
+    from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers
 
 _CPU = torch.device("cpu")
 
@@ -51,10 +52,14 @@ class SplitModel:
     Attributes:
         on_hosts: messages of the pipeline between the hosts' memories.
         stages: collectives of the pipeline.
+        split_layers: on the last stage, what gathers whole layers over the tensor group for checkpoints, which are
+            then collectives of that group, too; None without split layers.
 
     Raises:
         ValueError: on all ranks, if no rank has values that one of them needs.
     """
+
+    split_layers: SplitLayers | None = None
 
     def __init__(self, strategy: PipelineStrategy, chain: Chain, bounds: Bounds) -> None:
         ranks = strategy.new_group("pipeline", descending=True)
@@ -135,7 +140,8 @@ class SplitModel:
                 self.remote.offer(value, key)
             elif self.is_last:
                 whole[key] = self.remote.remote(value, key, holders[0], key)
-        return whole if streams else self.remote.fetched(whole)
+        whole = whole if streams else self.remote.fetched(whole)
+        return whole if self.split_layers is None else self.split_layers.whole_state_dict(whole)
 
     def whole_optimizer_state(self, optimizer: Optimizer, *, streams: bool = False) -> dict[str, Any]:
         """The optimizer's state of one device, on the last stage; elsewhere this rank's part of it.
@@ -154,7 +160,8 @@ class SplitModel:
         received = self.remote.gather(sent, sorted(set(senders.values())))
         sources = [received if self.is_last and index in senders else own for index in range(len(holders))]
         merged = {index: source[index] for index, source in enumerate(sources) if index in source}
-        return {**state, "state": merged if streams else self.remote.fetched(merged)}
+        state = {**state, "state": merged if streams else self.remote.fetched(merged)}
+        return state if self.split_layers is None else self.split_layers.whole_optimizer_state(optimizer, state)
 
     def own_optimizer_state(self, state: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
         """Copies, from one device's optimizer state, the entries of parameters that this rank holds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -20,12 +21,10 @@ from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.placeholder import Placeholder, first_placeholder
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
-from lightning_multigpu.engine.tensor_split.parts import whole_values
+from lightning_multigpu.engine.tensor_split.parts import own_state
 from lightning_multigpu.planning.pipelines.balance import Bounds
 from lightning_multigpu.planning.pipelines.schedule_order import ScheduleName
 from lightning_multigpu.planning.pipelines.timeline import StageRecord
-from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.pipeline import pipeline_checks
@@ -33,6 +32,7 @@ from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOpti
 from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline
 from lightning_multigpu.strategies.pipeline.split_model import built_by_stages
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.same_batches import (
     builds_layers_later,
     checksum_before_transfer,
@@ -260,17 +260,22 @@ class PipelineStrategy(MultiGPUStrategy):
     # What callbacks ask
 
     @override
-    def split_plan(self) -> SplitPlan | None:
-        return None if self._axis is None else self._axis.plan
+    def run_view(self) -> RunView:
+        return replace(
+            super().run_view(),
+            split_plan=lambda: None if self._axis is None else self._axis.plan,
+            record_stages=self.record_stages,
+            stage_record=self.stage_record,
+        )
 
-    @override
     def record_stages(self) -> None:
+        """See :attr:`.RunView.record_stages`."""
         self._records_stages = True
         if self._running is not None:
             self._running.recorder.notes_steps = True
 
-    @override
     def stage_record(self) -> StageRecord | None:
+        """See :attr:`.RunView.stage_record`."""
         return None if self._running is None else self._running.stage_record()
 
     # Training
@@ -357,7 +362,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._pipeline.outputs.leave()  # a Tuner expects its own callback to be the first
+        self._pipeline.outputs.add_first(leaves=True)  # a Tuner expects its own callback to be the first
 
     # Evaluation
 
@@ -414,7 +419,7 @@ class PipelineStrategy(MultiGPUStrategy):
     @override
     def _whole_weights(self, state: dict[str, Any]) -> dict[str, Any]:
         if self._running is not None:
-            return self._running.whole_weights(state, streams=self.saves.stream)
+            return self._running.model.whole_state_dict(state, streams=self.streams)
         if not self.pipeline_options.gather_at_end and first_placeholder(state) is not None:
             raise PipelineError(
                 "a checkpoint is saved after the run, and gather_at_end=False has left each rank its part of the "
@@ -426,11 +431,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if self._running is None:
             return super()._whole_state(optimizer)
-        return self._running.whole_state(optimizer, streams=self.saves.stream)
-
-    @override
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
+        return self._running.model.whole_optimizer_state(optimizer, streams=self.streams)
 
     @override
     def _own_state(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

@@ -27,7 +27,6 @@ from lightning_multigpu.engine.tensor_split.parts import forget_split
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.steps.dry_run import rounding, without_trace
 from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers, open_tensor_group
@@ -83,8 +82,9 @@ class TensorAxis:
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()
             held = world.gather_objects(held_bytes(model.ownership.held(), module.trainer.optimizers))
+        model.split_layers = self.layers if model.is_last else None
         self.plan = plan = replace(plan, ranks=held[: self.group.size * model.group.num_ranks])
-        rank_zero_info(summary(plan))
+        rank_zero_info(str(plan))
 
     def replicated(self) -> list[tuple[str, Tensor]]:
         """Parameters that each rank of the group holds whole, by name."""
@@ -99,6 +99,7 @@ class TensorAxis:
         if not self.is_split:
             return
         self.layers.make_whole(self._model.module.trainer.optimizers)
+        self._model.split_layers = None
         for holding in self._model.ownership.holdings:
             split = split_of(holding.tensor)
             if split is not None and isinstance(holding.tensor, Placeholder):  # what only another rank has

@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins import Precision
-from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info
 
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.parity import Cause, PartsCheck, Rounding, rounding_of
+from lightning_multigpu.engine.parity import Gather, PartsCheck, Rounding, rounding_of
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state, seed_of, set_random_state
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-    from lightning_multigpu.strategies.base import MultiGPUStrategy
 
 
 def check_takes_batch(module: pl.LightningModule) -> None:
@@ -98,58 +97,47 @@ def rounding(module: pl.LightningModule, device: torch.device, *further: torch.d
     return rounding_of({*dtypes, *further, *half}, device)
 
 
-class ShareProof:
-    """Compares the gradients of two halves of each rank's batch with those of the batch; see :class:`.PartsCheck`.
+def check_share(
+    module: pl.LightningModule,
+    batch: Any,
+    *others: Any,
+    reduction: LossReduction,
+    gather: Gather,
+    rank: int,
+    loss_scale: float,
+) -> None:
+    """Compares the gradients of two halves of a rank's batch with those of the batch; a collective.
 
-    ``num_steps`` batches of a fit are compared, each before it trains.
+    See :class:`.PartsCheck`. Gradients have to stay on their ranks meanwhile.
+
+    Args:
+        others: the further arguments of ``training_step``.
+        reduction: how the step reduces the losses of a batch.
+        gather: gathers an object of every rank, in rank order.
+        loss_scale: the factor of losses under the gradient scaler.
+
+    Raises:
+        ValueError: on all ranks, the gradients do not add up.
     """
+    plugin, device = module.trainer.precision_plugin, module.device
 
-    def __init__(self, strategy: MultiGPUStrategy, num_steps: int) -> None:
-        self._strategy, self.num_steps = strategy, num_steps
-        self._left = 0
+    def run(part: Any, weight: float, seed: int) -> Any:
+        set_random_state(seed_of(seed, rank), device)
+        loss = unlogged_loss(plugin, module, partial(module.training_step, cloned(part), *others))
+        if loss is not None:
+            (loss * (weight * loss_scale)).backward()
+        return loss
 
-    def begin_fit(self) -> None:
-        """Compares the next batches again."""
-        self._left = self.num_steps
-
-    def begin_step(self, batch: Any, *others: Any) -> None:
-        """Called with the arguments of ``training_step`` before it; while batches are compared, a collective.
-
-        Raises:
-            ValueError: on all ranks, the gradients do not add up.
-        """
-        if not self._left:
-            return
-        self._left -= 1
-        option = f"verify_steps={self.num_steps}"
-        if not self._strategy._module.automatic_optimization:
-            self._left = 0
-            rank_zero_warn(f"{option} has no effect in manual optimization, where only the step knows its losses")
-            return
-        cause, found = self._find(batch, *others)
-        if cause == "coupled":
-            raise ValueError(
-                f"training_step couples the samples of a batch: {found}. Each rank has a share of the global batch, "
-                "so that training follows other gradients than one device's. A contrastive loss over all ranks gathers "
-                "their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in the loader's "
-                "collate_fn. verify_steps=0 accepts the difference, and is needed after all_gather too"
-            )
-        if found:
-            rank_zero_info(f"{option}: {found}.")
-
-    def _find(self, batch: Any, *others: Any) -> tuple[Cause, str]:
-        strategy = self._strategy
-        module, plugin, scale = strategy._module, strategy.precision_plugin, strategy._loss_scaler_scale()
-
-        def run(part: Any, weight: float, seed: int) -> Any:
-            set_random_state(seed_of(seed, strategy.global_rank), strategy.root_device)
-            loss = unlogged_loss(plugin, module, partial(module.training_step, cloned(part), *others))
-            if loss is not None:
-                (loss * (weight * scale)).backward()
-            return loss
-
-        reduction, rtol = strategy.feed.loss_reduction, rounding(module, strategy.root_device).gradients
-        gather = strategy.gather_objects
-        check = PartsCheck(module, run, partial(without_trace, module), reduction, rtol, gather=gather)
-        with strategy.block_backward_sync(), strategy.meter.unrecorded(), strategy.steps.recomputing():
-            return check.find(batch, 2)
+    rtol = rounding(module, device).gradients
+    cause, found = PartsCheck(module, run, partial(without_trace, module), reduction, rtol, gather=gather).find(
+        batch, 2
+    )
+    if cause == "coupled":
+        raise ValueError(
+            f"training_step couples the samples of a batch: {found}. Each rank has a share of the global batch, "
+            "so that training follows other gradients than one device's. A contrastive loss over all ranks gathers "
+            "their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in the loader's "
+            "collate_fn. verify_steps=0 accepts the difference, and is needed after all_gather too"
+        )
+    if found:
+        rank_zero_info(f"verify_steps: {found}.")

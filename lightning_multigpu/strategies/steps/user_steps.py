@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from lightning_multigpu._lightning_internals import is_compiled
-from lightning_multigpu.engine.activation_checkpointing import Choice, Recomputation, check_choice
+from lightning_multigpu.engine.activation_checkpointing import Choice, check_choice, recomputing, selected_layers
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import OwnDraws
 from lightning_multigpu.job.batch_feed import BatchFeed
@@ -40,8 +41,7 @@ class UserSteps:
     def __init__(self, feed: BatchFeed, recomputed: Choice) -> None:
         check_choice(recomputed)
         self._feed, self.recomputed = feed, recomputed
-        self._recomputed: nn.Module | None = None  # that has the layers
-        self._recomputation: Recomputation | None = None
+        self._recomputing: Callable[[], AbstractContextManager[None]] = nullcontext
         self._draws = OwnDraws()
         self.weighs = False
 
@@ -51,7 +51,7 @@ class UserSteps:
         Raises:
             ValueError: there is no such layer, or the module is compiled as a whole.
         """
-        self._recomputation = None
+        self._recomputing = nullcontext
         if self.recomputed and trainer.state.fn == TrainerFn.FITTING:
             module = trainer.lightning_module
             if is_compiled(module):
@@ -59,12 +59,11 @@ class UserSteps:
                     f"{type(module).__name__} is compiled as a whole, and activation_checkpointing runs layers by "
                     "themselves: compile each layer with layer.compile(), or leave one of the two out"
                 )
-            self._recomputed, self._recomputation = module, Recomputation(module, self.recomputed)
+            self._recomputing = partial(recomputing, selected_layers(module, self.recomputed), module)
 
     def recomputing(self) -> AbstractContextManager[None]:
         """Within the block backward computes the layers under ``activation_checkpointing`` again."""
-        again, module = self._recomputation, self._recomputed
-        return nullcontext() if again is None or module is None else again.installed(module)
+        return self._recomputing()
 
     @contextmanager
     def running(self, module: pl.LightningModule, device: torch.device, data_rank: int | None) -> Iterator[None]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from typing_extensions import override
 
-from lightning_multigpu.communication.compression import Compressor, make_compressor
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -56,7 +55,7 @@ class HybridStrategy(PipelineStrategy):
         pipeline_parallel_size: int | None = None,
         tensor_parallel_size: int | None = None,
         plan: Plan = "auto",
-        compression: str | Mapping[str, Any] | Compressor | None = None,
+        compression: str | None = None,
         shared_memory: bool = True,
         **options: Any,
     ) -> None:

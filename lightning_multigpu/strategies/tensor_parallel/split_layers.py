@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import wraps
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
@@ -18,7 +16,6 @@ from torch.nn import Embedding, Module, MultiheadAttention
 from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
-from lightning_multigpu.engine.hugging_face import saving_whole
 from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -30,22 +27,26 @@ from lightning_multigpu.engine.tensor_split.blocks import (
     planned_blocks,
 )
 from lightning_multigpu.engine.tensor_split.layers import is_linear
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state, state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import functions_get_whole, local, make_whole, user_line
+from lightning_multigpu.engine.tensor_split.parts import (
+    functions_get_whole,
+    local,
+    make_whole,
+    own_state,
+    state_of,
+    user_line,
+)
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
-from lightning_multigpu.engine.tensor_split.trials import Left, TracelessStep, Trials, rows_of_plan
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials, rows_of_plan
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.placement.table import split_of as shards_of
-from lightning_multigpu.planning.split_plan import SplitPlan, WholeBlocks
+from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 
 if TYPE_CHECKING:
     from lightning_multigpu.communication.metered_group import MeteredGroup
     from lightning_multigpu.strategies.base import MultiGPUStrategy
-
-M = TypeVar("M", bound=Callable[..., Any])
 
 Plan = Literal["auto"] | Mapping[str, str]
 
@@ -67,10 +68,9 @@ def check_patterns(plan: Plan, module: Module) -> None:
     for pattern, style in () if plan == "auto" else plan.items():
         if not any(fnmatchcase(name, pattern) for name in names):
             layers = {kind_of([n]) for n, part in names.items() if is_linear(part) or isinstance(part, Embedding)}
-            near = ", ".join(map(repr, get_close_matches(pattern, layers, cutoff=0.0))) or "none that can be split"
             raise ValueError(
-                f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}; the nearest of its "
-                f"layers: {near}. Change the pattern, or leave it out"
+                f"plan: {{{pattern!r}: {style!r}}} matches no module of {type(module).__name__}, whose layers are "
+                f"{', '.join(sorted(layers)) or 'none that can be split'}; change the pattern, or leave it out"
             )
 
 
@@ -96,19 +96,7 @@ def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tup
     strategy.groups.also_cut.append(group.abort)
     strategy._undo.callback(group.close)
     strategy._undo.enter_context(functions_get_whole())
-    strategy._undo.enter_context(saving_whole(strategy._module))
     return group, strategy.metered(ranks, "tensor")
-
-
-def _of_parts(method: M) -> M:
-    """Within the method parameters of split layers read as this rank's part."""
-
-    @wraps(method)
-    def on_parts(self: SplitLayers, *args: Any, **kwargs: Any) -> Any:
-        with self._group.showing(parts=True):
-            return method(self, *args, **kwargs)
-
-    return on_parts  # type: ignore[return-value]
 
 
 class SplitLayers:
@@ -128,7 +116,6 @@ class SplitLayers:
 
     # The split
 
-    @_of_parts
     def decide(self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, proves: bool) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
@@ -145,13 +132,13 @@ class SplitLayers:
         trials = Trials(step)
         trials.run(self._blocks)
         ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
-        rows = rows_of_plan(module, trials.split, trials.traffic, num_ranks)
-        plan = SplitPlan(num_ranks, rows, _whole_rows(trials.split, trials.left), held, ranks)
+        plan = SplitPlan(num_ranks, rows_of_plan(module, trials.split, trials.left), held, ranks)
         self._check(plan)
         if proof is not None and proof.obstacle:
             rank_zero_info(proof.obstacle)
         elif proof is not None:
-            proof.check()
+            with self._group.showing(parts=True):
+                proof.check()
         self.split = trials.split
         for optimizer in optimizers:
             for parameter, state in held_states(plain_optimizer(optimizer)).items():
@@ -172,10 +159,10 @@ class SplitLayers:
         return planned_blocks(self._module, roles, found)
 
     def _check(self, plan: SplitPlan) -> None:
-        reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.whole)
-        if plan.whole and self._plan != "auto":
+        reasons = "; ".join(f"{each.names}: {each.reason}" for each in plan.blocks if each.reason)
+        if reasons and self._plan != "auto":
             raise ValueError(f"plan={self._plan!r} does not work. {reasons}")
-        if not plan.blocks:
+        if all(each.reason for each in plan.blocks):
             raise ValueError(
                 "tensor_split has found no layer to split. It looks for pairs of nn.Linear, attention with an "
                 "attribute that counts its heads, nn.MultiheadAttention, and embeddings with their heads, and keeps "
@@ -199,7 +186,6 @@ class SplitLayers:
             self._gathered.add(line)
             rank_zero_info(f"tensor_split gathers values of {layer} for {operation} ({line})")
 
-    @_of_parts
     def make_whole(self, optimizers: Iterable[Optimizer]) -> None:
         """Makes the layers on every rank whole, except placeholders; a collective of the tensor group."""
         assert self.split is not None
@@ -210,13 +196,12 @@ class SplitLayers:
         for name, parameter in self._module.named_parameters():
             if split_of(parameter) is not None and not isinstance(parameter, Placeholder):
                 parameter.grad = None
-                make_whole(parameter, self._whole(parameter, parameter.data, name))
+                make_whole(parameter, self._whole(parameter, local(parameter), name))
         for _, applied in reversed(self.split):
             applied.restore()
 
     # Checkpoints
 
-    @_of_parts
     def whole_state_dict(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """``module.state_dict()`` with whole parameters, from that with parts; a collective of the tensor group."""
         whole = dict(state)
@@ -225,7 +210,6 @@ class SplitLayers:
                 whole[name] = self._whole(parameter, local(state[name]), name)
         return whole
 
-    @_of_parts
     def whole_optimizer_state(self, optimizer: Optimizer, found: Mapping[str, Any]) -> dict[str, Any]:
         """An optimizer's ``state_dict()`` with whole states, from that with parts; a collective of the group."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -263,7 +247,7 @@ class SplitLayers:
     def _whole_state(self, parameter: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         return {
             name: self._whole(parameter, value, name)
-            if isinstance(value, Tensor) and value.shape == parameter.shape
+            if isinstance(value, Tensor) and value.shape == local(parameter).shape
             else value
             for name, value in state.items()
         }
@@ -274,15 +258,3 @@ class SplitLayers:
         if split is None:
             return part
         return split.gather(part.detach().to(parameter.device), self._group, name).to(part.device, copy=True)
-
-
-def _whole_rows(split: Iterable[tuple[Block, Applied]], left: Iterable[Left]) -> list[WholeBlocks]:
-    """Whole blocks by kind and reason; by full names if other blocks of the kind are split."""
-    kinds = {block.kind for block, _ in split}
-    by_row: dict[tuple[str, str, str], list[Block]] = {}
-    for block, reason in left:
-        by_row.setdefault((block.shape, block.kind, reason), []).append(block)
-    return [
-        WholeBlocks(shape, ", ".join(b.name for b in blocks) if kind in kinds else kind, len(blocks), reason)
-        for (shape, kind, reason), blocks in by_row.items()
-    ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
@@ -23,15 +24,14 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.micro_batches import cloned
 from lightning_multigpu.engine.optimizer_state import release, watch
 from lightning_multigpu.engine.step_state import other_random_states, torch_random_states
-from lightning_multigpu.engine.tensor_split.optimizer_states import own_state
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.parts import whole, whole_values
+from lightning_multigpu.engine.tensor_split.parts import own_state, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.planning.split_plan import SplitPlan
-from lightning_multigpu.report.split_table import summary
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.ring_ddp import RingDDPStrategy
+from lightning_multigpu.strategies.run_view import RunView
 from lightning_multigpu.strategies.steps.dry_run import rounding, traceless, unlogged_loss
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
 from lightning_multigpu.strategies.steps.same_batches import (
@@ -67,7 +67,6 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     Args:
         tensor_parallel_size: ranks that split each layer; by default all ranks.
-        data_parallel_size: number of tensor groups; may be given instead of ``tensor_parallel_size``.
         plan: the layers to split. "auto" finds pairs of linear layers, attention, and embeddings with their heads. Or a
             mapping from patterns of names ("encoder.*.up") to "column" (outputs are split), "row" (inputs are split),
             "vocab" (rows of an embedding) and "head" (a column layer whose outputs are logits). A plan that changes
@@ -88,16 +87,14 @@ class TensorSplitStrategy(RingDDPStrategy):
         self,
         *,
         tensor_parallel_size: int | None = None,
-        data_parallel_size: int | None = None,
         plan: Plan = "auto",
         verify_steps: int = 1,
         **options: Any,
     ) -> None:
         if verify_steps not in (0, 1):
             raise ValueError(f"verify_steps={verify_steps!r}: pass 1 to compare a step with one on whole layers, or 0")
-        for name, size in (("tensor_parallel_size", tensor_parallel_size), ("data_parallel_size", data_parallel_size)):
-            if size is not None:
-                option_checks.check_number(name, size, whole=True)
+        if tensor_parallel_size is not None:
+            option_checks.check_number("tensor_parallel_size", tensor_parallel_size, whole=True)
         check_plan(plan)
         super().__init__(**options)
         if (compressor := self._transport.compressor) is not None:
@@ -106,7 +103,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                 "apart, compressed with other parts on each rank; leave it out, or use "
                 "HybridStrategy(pipeline_parallel_size=1, compression=...)"
             )
-        self._asked_sizes = tensor_parallel_size, data_parallel_size
+        self._asked_size = tensor_parallel_size
         self._plan: Plan = plan
         self._verify_steps = verify_steps
         # During a run:
@@ -118,15 +115,15 @@ class TensorSplitStrategy(RingDDPStrategy):
     @property
     @override
     def options(self) -> dict[str, Any]:
-        tensor, data = self._asked_sizes
-        sizes = {"tensor_parallel_size": tensor, "data_parallel_size": data}
-        return {**super().options, **sizes, "plan": self._plan, "verify_steps": self._verify_steps}
+        own = {"tensor_parallel_size": self._asked_size, "plan": self._plan, "verify_steps": self._verify_steps}
+        options = {**super().options, **own}
+        del options["compression"]  # it has none
+        return options
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]
         """Ranks that split each layer."""
-        tensor, data = self._asked_sizes
-        return tensor or max(1, self.num_nodes * self.num_processes // (data or 1))
+        return self._asked_size or self.num_nodes * self.num_processes
 
     @property
     def _split_layers(self) -> SplitLayers | None:
@@ -138,20 +135,14 @@ class TensorSplitStrategy(RingDDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        world, (tensor, data) = self.num_nodes * self.num_processes, self._asked_sizes
-        size = self.tensor_parallel_size
+        world, size = self.num_nodes * self.num_processes, self.tensor_parallel_size
         if size < 2:
             raise ValueError(
                 f"tensor_parallel_size={size}: layers are split over 2 ranks or more; pass devices=2, or "
                 "strategy='ring_ddp' to train on whole layers"
             )
-        if world % size or (tensor and data and tensor * data != world):
-            given = " times ".join(
-                f"{name}={value}"
-                for name, value in (("tensor_parallel_size", tensor), ("data_parallel_size", data))
-                if value
-            )
-            raise ValueError(f"{given} does not make the {world} ranks that there are; leave one out, or change it")
+        if world % size:
+            raise ValueError(f"tensor_parallel_size={size} does not divide the {world} ranks; pass a divisor of them")
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
@@ -188,7 +179,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         )
         self._undo.callback(methods.end)
         self._undo.callback(self._layers.follow_updates(self.precision_plugin, self._watch_states).end)
-        self._share_random_states(self._peers)
+        self._agree_on_random_states()
 
     @override
     def _setup_model(self, model: Module) -> Any:
@@ -200,10 +191,6 @@ class TensorSplitStrategy(RingDDPStrategy):
     def _showing_parts(self) -> AbstractContextManager[None]:
         return nullcontext() if self._tensor is None else self._tensor.showing(parts=True)
 
-    def _share_random_states(self, peers: MeteredGroup) -> None:
-        """Gives every rank of a tensor group the random states of its first rank."""
-        share_random_states(self.root_device, lambda mine: peers.broadcast_object(mine, peers.first_rank))
-
     def _agree_on_random_states(self) -> None:
         """Gives every rank of a tensor group the random states of its first one, where a hook has made them differ.
 
@@ -213,7 +200,7 @@ class TensorSplitStrategy(RingDDPStrategy):
         if peers is None or self.failure_watch.failed:
             return
         if not are_equal(_checksum_of_random_states(self.root_device), peers):
-            self._share_random_states(peers)
+            share_random_states(self.root_device, lambda mine: peers.broadcast_object(mine, peers.first_rank))
 
     @override
     def teardown(self) -> None:
@@ -255,13 +242,13 @@ class TensorSplitStrategy(RingDDPStrategy):
                 proves=self._verify_steps > 0,
             )
         self._split_plan = plan
-        rank_zero_info(summary(plan))
+        rank_zero_info(str(plan))
         if self.reducer is not None:
             self.model = self._wrapped(module)
 
     @override
-    def split_plan(self) -> SplitPlan | None:
-        return self._split_plan
+    def run_view(self) -> RunView:
+        return replace(super().run_view(), split_plan=lambda: self._split_plan)
 
     # Training
 
@@ -348,10 +335,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._watch_states()
         found, layers = super()._whole_state(optimizer), self._split_layers
         return found if layers is None else layers.whole_optimizer_state(optimizer, found)
-
-    @override
-    def _whole_values(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        return {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
 
 
 def _checksum_of_random_states(device: torch.device) -> int:

@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.compression import CompressedAllReduce, make_compressor
+from lightning_multigpu.communication.compression import CompressedAllReduce
+from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Int8
 from tests.communication.shared import own_errors
 from tests.world import World, init_group
 
-SETTINGS: dict[str, Any] = {
-    "bf16": "bf16",
-    "int8": {"name": "int8", "chunk_size": 32},
-}
+SETTINGS: dict[str, Compressor] = {"bf16": Bf16(), "int8": Int8(chunk_size=32)}
 NAN_STEP = 3
 NUMEL = 1695
 
@@ -26,7 +24,7 @@ def engine(name: str, *, segment_elements: int = 100, group: dist.ProcessGroup |
     """Of short segments: every tensor of these tests has several a rank, and an incomplete one."""
     init_group()
     group = group or dist.new_group(backend="gloo")
-    return CompressedAllReduce(group, make_compressor(SETTINGS[name]), segment_elements=segment_elements)
+    return CompressedAllReduce(group, SETTINGS[name], segment_elements=segment_elements)
 
 
 def gradients(step: int, rank: int, numel: int = NUMEL) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor, optim
 from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.served_shard import Clocks
+from lightning_multigpu.engine.parameter_server.server_statistics import summary
 from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish, wait_until
 from tests.engine.parameter_server.updates import (
     OPTIMIZERS,
@@ -147,6 +148,12 @@ def test_clocks() -> None:
     clocks.completes(1)
     assert clocks.may_go_on(0), "who comes back begins beside the slowest"
     assert Clocks(range(2), None).may_go_on(0)
+
+
+def test_a_summary_of_counts_is_that_of_the_numbers() -> None:
+    assert summary(Counter({0: 1})) == {"median": 0, "p95": 0, "max": 0}
+    assert summary(Counter({3: 10, 1: 9, 7: 0})) == {"median": 3, "p95": 3, "max": 3}
+    assert summary(Counter({0: 94, 2: 1, 5: 5})) == {"median": 0, "p95": 2, "max": 5}
 
 
 def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:

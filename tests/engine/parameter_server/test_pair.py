@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import socket
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn, optim
-from torch.distributed import ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
 
-from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.segment import OfferedSegment, mapped
+from lightning_multigpu.engine.parameter_server import pair as pair_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.pair import LastWords, Pair, PairEndedError, Room
+from lightning_multigpu.engine.parameter_server.pair import (
+    _HEADER,
+    LastWords,
+    Pair,
+    PairEndedError,
+    Room,
+    accepted,
+    connected,
+)
 from tests.engine.parameter_server.test_asynchronous_updates import workers
 from tests.engine.parameter_server.test_servers import job, server_step, train, vanish, wait_until
 from tests.engine.parameter_server.updates import assert_equal, averaged, gradients, groups_of, on_one_device, weights
@@ -35,59 +41,56 @@ def num_mapped() -> int:
 
 
 @pytest.fixture
-def pair() -> tuple[Pair, Pair]:
+def pair() -> Iterator[tuple[Pair, Pair]]:
     """Both ends of the connections between a worker and a server, in this process."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    connections = Connections()
-
-    def end(is_server: bool) -> Pair:
-        own, label = TCPStore("127.0.0.1", store.port, is_master=False), "the worker" if is_server else "the server"
-        return Pair(own, "pair", label=label, is_server=is_server, connections=connections, timeout_s=20.0)
-
-    with ThreadPoolExecutor(2) as threads:
-        worker, server = threads.map(end, (False, True))
-    return worker, server
-
-
-def fails(text: str) -> Callable[..., Any]:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError(text)
-
-    return fail
+    with ThreadPoolExecutor(1) as threads:
+        found: Future[str] = Future()
+        server = threads.submit(accepted, "127.0.0.1", 1, 20.0, found.set_result)
+        with socket.create_connection(("127.0.0.1", int(found.result().split()[1]))) as stranger:
+            stranger.sendall(bytes(1000))
+            worker = connected(found.result(), 0, "here", label="the server", timeout_s=20.0)
+            [(other, address)] = server.result()
+    assert address == "here"
+    yield worker, other
+    for end in (worker, other):
+        end.close()
 
 
-def test_last_words_arrive_although_no_further_message_can_be_expected(
-    pair: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A server that fails sends its last words and closes the connection, perhaps before the worker expects more."""
+def test_last_words_arrive_although_the_connection_has_ended(pair: tuple[Pair, Pair]) -> None:
+    """A server that fails sends its last words and ends, perhaps while the worker sends it something else."""
     worker, server = pair
-    expected = worker.expect()  # which also expects the last words
     server.send("an answer")
     server.send(LastWords("the disk is full"))
-    assert expected.get() == "an answer"
-    monkeypatch.setattr(worker, "requests", SimpleNamespace(recv=fails("Connection closed by peer")))
-    for words in ("the server has failed: the disk is full", "the server has ended, or the connection to it"):
-        with pytest.raises(PairEndedError, match=words):
-            worker.receive()
+    server.close()
+    for act in (lambda: worker.take(0), worker.receive):
+        with pytest.raises(PairEndedError, match="the server has failed: the disk is full"):
+            act()
 
 
-def test_an_error_that_is_not_of_the_connection_stays_as_it_is(
-    pair: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Too many open files, or no memory, was "the server has ended"."""
-    text = "[enforce fail at /pytorch/third_party/gloo/gloo/transport/tcp/device.cc:208] rv != -1. Too many open files"
-    worker, _ = pair
-    monkeypatch.setattr(worker, "tensors", SimpleNamespace(send=fails(text)))
-    with pytest.raises(RuntimeError, match="Too many open files") as caught:
-        Room(worker, 0, torch.ones(1), torch.ones(1)).send()
-    assert not isinstance(caught.value, PairEndedError)
+@pytest.mark.parametrize("is_cut_here", [True, False], ids=["here", "there"])
+@pytest.mark.parametrize("sends", [True, False], ids=["send", "take"])
+def test_a_transfer_that_is_under_way_ends_with_its_connection(sends: bool, is_cut_here: bool) -> None:
+    """Gloo told nobody: a rank waited for ever after another one had failed."""
+    ends = zip(socket.socketpair(), socket.socketpair(), strict=True)
+    worker, server = (Pair(*end, label="the server", reads_ahead=False) for end in ends)
+    room = Room(worker, 0, large := torch.ones(10_000_000), large)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(room.send if sends else room.take)
+        if not sends:  # the other end sends a header, and less than a tensor
+            server.connections[1].sendall(_HEADER.pack(0, large.nbytes) + bytes(100_000))
+        assert not wait([waiting], 0.3).done
+        (worker if is_cut_here else server).cut()
+        with pytest.raises(PairEndedError, match="the server has ended, or the connection to it"):
+            waiting.result(20)
+    for end in (worker, server):
+        end.close()
 
 
 @pytest.mark.parametrize("is_synchronous", [True, False], ids=["sync", "async"])
 def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
-    send = ProcessGroupGloo.send
-    monkeypatch.setattr(ProcessGroupGloo, "send", lambda g, t, *to: (sent.append(t[0].nbytes), send(g, t, *to))[1])
+    pack = pair_module._bytes_of
+    monkeypatch.setattr(pair_module, "_bytes_of", lambda tensor: (sent.append(tensor.nbytes), pack(tensor))[1])
     before = num_mapped()
     with job(2, 1, is_synchronous=is_synchronous) as found, found.connections(0) as connections:
         parameters = [nn.Parameter(torch.ones(100, 100))]
@@ -101,7 +104,7 @@ def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypat
             optimizer.step()
         remote.close()
         assert parameters[0].mean() < 0.8
-    assert max(sent) < parameters[0].nbytes / 2
+    assert not sent
     del found, connections, remote
     wait_until(lambda: num_mapped() == before)
 

@@ -1,6 +1,6 @@
 """Servers update as the optimizer itself would.
 
-Workers are threads of the test here, and so are the servers: the same objects, over the same process groups.
+Workers are threads of the test here, and so are the servers: the same objects, over the same connections.
 """
 
 from __future__ import annotations
@@ -8,16 +8,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import gc
-import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.averaging import average_gradients
 from lightning_multigpu.engine.parameter_server import server as server_module
 from lightning_multigpu.engine.parameter_server import servers as servers_module
-from lightning_multigpu.engine.parameter_server.pair import Pair, PairEndedError, Room
+from lightning_multigpu.engine.parameter_server.pair import PairEndedError, Room
 from lightning_multigpu.engine.parameter_server.server import Job as ServedJob
 from lightning_multigpu.engine.parameter_server.server import Server
 from lightning_multigpu.engine.parameter_server.server_transport import ServerTransport
@@ -93,16 +90,7 @@ class Job:
 
 def vanish(servers: Servers) -> None:
     """Ends a worker's connections, as the kernel does when its process ends."""
-    servers._is_cut = True
-    end(servers.pairs)
-
-
-def end(pairs: Iterable[Pair]) -> None:
-    for pair in pairs:
-        vars(pair).pop("requests", None)
-        vars(pair).pop("tensors", None)
-        pair._expected = None
-    gc.collect()
+    servers.cut()
 
 
 def wait_until(is_true: Callable[[], bool]) -> None:
@@ -122,24 +110,20 @@ def job(num_servers: int = 1, num_workers: int = 2, in_memory: Collection[int] =
         try:
             found.servers[number] = Server(found.client(), served, number)
             found.problems[number] = found.servers[number].serve()
-            if found.problems[number]:
-                found.servers[number]._shards.clear()  # their transfers keep connections open
-                end(found.servers[number]._pairs.values())
         except Exception as error:
             found.problems[number] = str(error)
 
     threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(num_servers)]
-    with mock.patch.dict(os.environ), mock.patch.object(server_module, "_LAST_WORDS", timedelta(seconds=0.5)):
-        for thread in threads:
-            thread.start()
-        try:
-            yield found
-        finally:
-            for number, thread in enumerate(threads):
-                thread.join(5)
-                if number in found.servers:
-                    found.servers[number].end("the test is over")
-                thread.join(5)
+    for thread in threads:
+        thread.start()
+    try:
+        yield found
+    finally:
+        for number, thread in enumerate(threads):
+            thread.join(5)
+            if number in found.servers:
+                found.servers[number].end("the test is over")
+            thread.join(5)
 
 
 ServerStep = OwnedStep[ServerTransport]
@@ -241,17 +225,6 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
             assert step.memory_bytes == (6 * 1024 if worker in in_memory else 0)
 
         found.workers.run(work)
-
-
-def test_workers_with_other_models_are_refused() -> None:
-    with job() as found:
-
-        def work(connections: Servers) -> None:
-            parameters = weights()[: 3 - connections.worker]
-            train(connections, parameters, optim.SGD(parameters, lr=0.1), range(1))
-
-        with pytest.raises(PairEndedError, match="worker 1 has other parameters, or another optimizer, than worker 0"):
-            found.run(work)
 
 
 def test_options_of_any_kind_travel_and_what_no_server_can_make_is_refused() -> None:

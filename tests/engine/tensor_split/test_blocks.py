@@ -7,37 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, GlmConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen3Config
 
 from lightning_multigpu.engine.tensor_split.blocks import find_blocks, order_of_calls
-
-
-class Heads(nn.Module):
-    """Layers of a list, each with its function, and two heads that get the same features."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__()
-        self.trunk = nn.ModuleList(nn.ModuleDict({"linear": nn.Linear(8, 8)}) for _ in range(num_layers))
-        self.first, self.second = nn.Linear(8, 3), nn.Linear(8, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.trunk:
-            x = layer["linear"](x).tanh()  # type: ignore[index]
-        return self.first(x) + self.second(x)  # type: ignore[no-any-return]
-
-
-def test_layers_with_one_input_and_layers_in_a_row() -> None:
-    """Three equal layers in a row looked like a gate, its value and the layer behind, and the trial refused them."""
-    module = Heads(3)
-    with order_of_calls(module) as called:
-        module(torch.randn(2, 8))
-    names = [f"trunk.{index}.linear" for index in range(3)]
-    assert list(called) == [*names, "first", "second"]
-    assert called["first"] == called["second"]
-    assert len(set(called.values())) == 4
-    assert all(block.shape == "first, second" for block in find_blocks(module, called))
-
 
 _SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 _TOKENS = {"vocab_size": 32, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}

@@ -18,9 +18,8 @@ from torch.optim import sgd
 
 from lightning_multigpu.engine.tensor_split import tensor_group as tensor_group_module
 from lightning_multigpu.engine.tensor_split.layers import ColumnSplitLinear
-from lightning_multigpu.engine.tensor_split.optimizer_states import state_of
 from lightning_multigpu.engine.tensor_split.parameter_split import ParameterSplit, split_of
-from lightning_multigpu.engine.tensor_split.parts import PartLayout, cut, whole
+from lightning_multigpu.engine.tensor_split.parts import PartLayout, cut, state_of, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.engine.tensor_split.shared import counts, gradient_of, tensor_group
 from tests.world import World

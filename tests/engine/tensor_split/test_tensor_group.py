@@ -23,7 +23,7 @@ def _collectives(shared_memory: bool, alone: bool) -> None:
         start, stop = bounds[group.rank]
         total = group.rank + 1 if alone else group.size * (group.size + 1) / 2
         assert torch.equal(group.all_reduce(whole * (group.rank + 1), ""), whole * total)
-        beside = group.begin_all_reduce(torch.full((BIG,), group.rank + 1.0), "").finish()
+        beside = group.begin_all_reduce(torch.full((BIG,), group.rank + 1.0), "")()
         assert torch.equal(beside, torch.full((BIG,), total))
         gathered = group.all_gather(whole[:, start:stop], 1, bounds, "")
         if alone:
@@ -45,8 +45,8 @@ def _beside(numel: int, is_beside: bool) -> None:
     with tensor_group() as (group, meter):
         tensor = torch.ones(numel)
         pending = group.begin_all_reduce(tensor, "layer")
-        assert is_beside == any(thread.name == "tensor-split" for thread in threading.enumerate())
-        assert pending.finish() is tensor
+        assert is_beside == any("tensor-split" in thread.name for thread in threading.enumerate())
+        assert pending() is tensor
         assert counts(meter) == {("all_reduce", "tensor layer"): 1}
         assert float(tensor.sum()) == 2.0 * numel
 
@@ -61,7 +61,7 @@ def an_error_beside_is_raised_where_it_is_waited_for() -> None:
         group.abort()
         pending = group.begin_all_reduce(torch.ones(BIG), "layer")
         with pytest.raises(RuntimeError):
-            pending.finish()
+            pending()
 
 
 def tensors_on_a_gpu_were_given_to_shared_memory_which_refuses_them() -> None:
@@ -72,7 +72,7 @@ def tensors_on_a_gpu_were_given_to_shared_memory_which_refuses_them() -> None:
         patch.setattr(dist, "all_gather", lambda parts, own, group: taken.append(("all_gather", own.numel())))
         tensor = torch.ones(4, 2, device="meta")
         group.all_reduce(tensor, "layer")
-        group.begin_all_reduce(tensor.new_ones(BIG), "layer").finish()
+        group.begin_all_reduce(tensor.new_ones(BIG), "layer")()
         group.all_gather(tensor, 0, [(0, 4), (4, 8)], "layer")
         meter.end_step()
         assert all(totals.memory_bytes == 0 for totals in meter.steps[-1].operations)

@@ -7,12 +7,9 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
 
 import pytest
 
-from lightning_multigpu.job.guardian import interrupts as interrupts_module
-from lightning_multigpu.job.guardian.interrupts import Interrupts
 from lightning_multigpu.job.guardian.workers import Workers
 from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive, line_of
 
@@ -67,33 +64,22 @@ def test_a_rank_that_ends_between_two_runs_is_a_failure_of_the_second_run(capfd:
     assert "was ended by SIGKILL" in capfd.readouterr().err
 
 
-COUNTS = "client.counts_interrupts(); "
-
-
-def test_interrupts_are_counted_and_a_wrapper_sends_each_twice(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """`timeout` signals the process and its group. tests/launch/test_interrupts.py has the signals of a terminal."""
-    now_s, numbers, interrupts = 10.0, [], Interrupts()
-    monkeypatch.setattr(interrupts_module, "time", SimpleNamespace(monotonic=lambda: now_s))
-    interrupts.counts = True
-    for after_s in (0.0, 0.05, 0.7):
-        now_s += after_s
-        interrupts._note(signal.SIGINT, None)
-        interrupts.show_first()
-        numbers.append(interrupts.number)
-    assert numbers == [1, 1, 2]
-    interrupts.counts = False
-    interrupts.reported(2, 130)
-    assert interrupts.number == 0, "the program handles them itself"
+def test_a_second_interrupt_of_one_rank_ends_the_others_too(capfd: pytest.CaptureFixture[str]) -> None:
+    blocked = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # it cannot end by itself
+    told = "client.signalled(130, 1); time.sleep(0.5); client.signalled(130, 2); time.sleep(60)"
+    with Job(told, blocked, failure_timeout_s=50) as job:
+        job.ends(130, -signal.SIGKILL)
     assert capfd.readouterr().err.count("Another Ctrl-C ends it at once.") == 1
 
 
-def test_a_second_interrupt_of_one_rank_ends_the_others_too() -> None:
-    blocked = "import ctypes; ctypes.PyDLL(None).sleep(60)"  # it cannot end by itself
-    told = f"{COUNTS}client.signalled(130, 1); time.sleep(0.5); client.signalled(130, 2); time.sleep(60)"
-    with Job(told, blocked, failure_timeout_s=50) as job:
-        job.ends(130, -signal.SIGKILL)
+@pytest.mark.parametrize("acts", [False, True])
+def test_ranks_act_on_a_signal_in_time(acts: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    """A save after it may take any time."""
+    signalled = "client.signalled(143, 1); " + "client.signalled(143, 0); time.sleep(3); client.leave()" * acts
+    with Job(signalled + WORK * (not acts), f"time.sleep(3); {FINISH}" if acts else WORK, failure_timeout_s=2) as job:
+        job.ends(*(0, 0) if acts else (1, 1))
+    failed = "The job failed: the ranks have agreed on no batch within 2 s after SIGTERM (host "
+    assert capfd.readouterr().err.startswith(failed) is not acts
 
 
 def test_a_second_sigterm_while_a_rank_raises_is_shown(capfd: pytest.CaptureFixture[str]) -> None:

@@ -91,43 +91,15 @@ def test_the_word_of_a_rank_that_raises_comes_before_its_exit_status(capfd: pyte
     assert err.startswith("Traceback: ...\nThe job failed: rank 1")
 
 
-RAISES = "told.wait(60); client.rest(); "
-
-
-def test_a_program_that_catches_the_exception_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    """It may go on for longer than a failed job has."""
-    with Job(f"{RAISES}time.sleep(2.5); sys.exit(1)", "os._exit(3)", failure_timeout_s=2.0) as job:
-        job.ends(1, 3)
-    assert capfd.readouterr().err == ""
-
-
 def test_a_failure_is_shown_once_with_the_advice_of_the_first_rank(capfd: pytest.CaptureFixture[str]) -> None:
     """Each rank printed it, torchrun's SIGTERM cut the first one off, and the guardian stayed silent."""
-    shows = RAISES + "print(client.print_failure('Resume with {rank}', waits={rank} == 0)); sys.exit(1)"
-    with Job(shows.format(rank=0), "os._exit(3)", shows.format(rank=2)) as job:
-        assert all(text.endswith("True\n") for text in job.outcome()[1][::2])
+    leaves = "told.wait(60); time.sleep({rank} / 4); print(client.leave_failed_run('Resume with {rank}')); sys.exit(1)"
+    with Job(leaves.format(rank=0), "os._exit(3)", leaves.format(rank=2)) as job:
+        assert all(text.endswith("True\n") for text in job.outcome()[1][::2]), "no rank ends before it is shown"
     lines = capfd.readouterr().err.splitlines()
     assert len(lines) == 2
     assert lines[0].startswith("The job failed: rank 1 (")
     assert lines[1] == "Resume with 0"
-
-
-def test_a_rank_that_a_signal_keeps_from_showing_the_failure(capfd: pytest.CaptureFixture[str]) -> None:
-    """torchrun ends the first rank as soon as another one has ended."""
-    fails = "client.failed(Failure('raised Own', 1, traceback='Traceback: ...')); sys.exit(1)"
-    with Job(f"{RAISES}os.kill(os.getpid(), 15)", fails) as job:
-        job.ends(-signal.SIGTERM, 1)
-    first, last = capfd.readouterr().err.splitlines()
-    assert first == "Traceback: ..."
-    assert last.startswith("The job failed: rank 1")
-
-
-def test_a_rank_that_has_shown_the_failure_and_does_not_end(capfd: pytest.CaptureFixture[str]) -> None:
-    """A thread of the program kept it, and the guardian waited with it for ever."""
-    shows = f"{RAISES}client.print_failure('', waits=True); time.sleep(600)"
-    with Job(shows, "os._exit(3)", failure_timeout_s=2.0) as job:
-        job.ends(-signal.SIGKILL, 3)
-    assert capfd.readouterr().err.startswith("The job failed: rank 1 (")
 
 
 @pytest.mark.parametrize("status", [0, 7])

@@ -85,7 +85,7 @@ def test_who_does_not_read_is_given_up(pair: tuple[Connection, Connection]) -> N
 def test_the_longest_failure_fits_into_a_message(char: str) -> None:
     """One of many emojis did not: in place of the user's error came that of a message that is too long."""
     text = char * 200_000
-    failure = Failure(f"start{text}", 1, text, 2, 3, f"{text}end", error_type=text, message=f"start{text}")
+    failure = Failure(f"start{text}", 1, text, 2, 3, text, f"{text}end", error_type=text, message=f"start{text}")
     told = Failure(**decode(encode("failure", failure=failure.to_message()))["failure"])
     assert (told.rank, told.pid, told.step) == (1, 2, 3)
     assert [len(text) for text in (told.what, told.message, told.traceback)] == [MAX_WHAT, MAX_WHAT, MAX_TRACEBACK]

@@ -30,7 +30,6 @@ from tests.world import World, rank
 
 GRADIENT_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 4  # of the Classifier, in float32
 NUM_STEPS = 25
-INT8 = {"name": "int8", "chunk_size": 64}
 
 
 @pytest.mark.parametrize(
@@ -106,7 +105,7 @@ def test_two_hosts_of_two_train_as_one_device_and_each_byte_leaves_its_host_once
 
 def test_compressed_training_learns_and_keeps_all_ranks_alike(world4: World) -> None:
     plain_loss = loss(world4.run(train)[0]["weights"])
-    results = world4.run(train, compression=INT8)
+    results = world4.run(train, compression="int8")
     for result in results:
         assert result["steps"] == NUM_STEPS
         torch.testing.assert_close(result["weights"], results[0]["weights"], rtol=0, atol=0)
@@ -127,7 +126,7 @@ class Planted(Classifier):
 
 @as_hosts()
 def scaled() -> dict[str, Any]:
-    strategy = make_strategy("ring_ddp", compression=INT8)
+    strategy = make_strategy("ring_ddp", compression="int8")
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3))
     case, module = Case(max_epochs=1), Planted()
     fit_module(module, strategy, 4, case, train_loader(case, 4), plugins=plugin, precision=None, **TWO_HOSTS)

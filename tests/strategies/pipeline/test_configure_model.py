@@ -261,11 +261,6 @@ def test_parts_stay_where_they_are_after_the_run(tmp_path: Path, world2: World) 
     assert not (tmp_path / "late").exists()
 
 
-def test_parts_of_spawned_processes_are_refused() -> None:
-    with pytest.raises(ValueError, match="gather_at_end=False with start_method='spawn': the parts of the model would"):
-        make_trainer(CASE, PipelineStrategy(gather_at_end=False, start_method="spawn"), 2)
-
-
 class Looking(Deep):
     def configure_model(self) -> None:
         super().configure_model()

@@ -118,6 +118,16 @@ class Mixed(Wide):
         return self.through(self.embedded(tokens), self.bias(torch.arange(LENGTH)))
 
 
+class Shifted(Mixed):
+    """Its layers move to earlier stages as the first batch shows where the embedding and the head are used."""
+
+    def build(self) -> None:
+        torch.manual_seed(6)
+        self.head = nn.Linear(WIDTH, VOCABULARY + 14, bias=False)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.tokens, self.bias = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+
+
 class EmbeddingLoss(Wide):
     """A term of the loss needs the embeddings."""
 
@@ -246,10 +256,11 @@ def test_pipelines_side_by_side_move_alike(world4: World) -> None:
     [
         (SparseTied, {TOKENS}, {TOKENS}, {}),
         (Reversed, {TOKENS}, {HEAD}, {}),
+        (Shifted, {TOKENS, BIAS}, {HEAD, BIAS}, {}),
         (Branching, {TOKENS}, {TOKENS, HEAD}, {}),
         (EmbeddingLoss, {TOKENS}, {TOKENS, HEAD}, {}),
         (Apart, {TOKENS}, {TOKENS, HEAD}, {}),
-        (Metric, {TOKENS, HEAD}, {TOKENS, HEAD}, {}),
+        (Metric, {TOKENS}, {TOKENS, HEAD}, {}),
         (Noisy, {TOKENS}, {TOKENS, HEAD}, {}),  # a placeholder draws no random numbers
         (Normed, {TOKENS, *NORM}, {HEAD}, {"num_micro_batches": 1}),
         (Wide, {TOKENS}, {TOKENS, HEAD}, {"replicated": ["tokens"]}),

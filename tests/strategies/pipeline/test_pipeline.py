@@ -24,7 +24,6 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import num_micro_batches_of, split_batch
 from lightning_multigpu.engine.optimizer_state import held_states
-from lightning_multigpu.engine.pipeline.splitting.chain import find_chain, suggested_split_points
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.step_state import seed_of, set_random_state
 from lightning_multigpu.strategies import base
@@ -471,6 +470,7 @@ def test_what_needs_the_whole_model_is_refused(check: Callable[[], None], words:
         ({"data_parallel_size": 8}, "1 device a pipeline: a pipeline has a stage on each device"),
         ({"devices": 1}, "1 device a pipeline: a pipeline has a stage on each device and needs 2 or more"),
         ({"split_points": ["net.up"]}, r"makes 2 stages, and 8 ranks with 1 each have 8; name 7 submodules"),
+        ({"gather_at_end": False, "start_method": "spawn"}, "the parts of the model would be lost with the processes"),
     ],
 )
 def test_options_out_of_range_are_named(options: dict[str, Any], words: str) -> None:
@@ -485,27 +485,6 @@ def test_more_stages_than_layers_are_told_before_ranks_start(monkeypatch: pytest
     words = r"12 layers or more.*'layers' \(8 layers\)"
     with pytest.raises(ValueError, match=words):
         trainer.fit(Classifier(), DataLoader(text(8)))
-
-
-def test_split_points_are_suggested_where_a_forward_pass_can_be_cut() -> None:
-    """A step that calls two parts by itself has no forward pass around both, and nobody calls a ModuleList."""
-
-    class Lists(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.blocks[0](self.stem(x)) + x  # type: ignore[no-any-return,operator,index]
-
-    module = L.LightningModule()
-    module.first, module.second = nn.Linear(4, 4), nn.Linear(4, 4)
-    with pytest.raises(ValueError, match=r"a forward pass has to call.*split_points=\['second'\]"):
-        find_chain(module, "auto", 2)
-    module = L.LightningModule()
-    module.net = Lists()
-    module.net.stem, module.net.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
-    assert suggested_split_points(module, 2) == ["net.blocks.0"]
-    with pytest.raises(ValueError, match=r"submodules for 2 stages: use fewer.*split_points=\['net\.blocks\.0'\]"):
-        find_chain(module, "auto", 3)
-    with pytest.raises(ValueError, match=r"'net\.blocks' has 1 layers.*split_points=\['net\.blocks\.0'\]"):
-        find_chain(module, "net.blocks", 2)
 
 
 def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from lightning_multigpu.planning.pipelines.timeline import Timeline, bubble, usa
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.pipelines import TimedPipeline
 from lightning_multigpu.report.schema import from_json
-from tests.strategies.tasks import Case, Classifier, dataset, fit_module, make_strategy
+from tests.strategies.tasks import Case, fit_module
 from tests.world import World
 
 WIDTH = 32
@@ -56,7 +56,7 @@ def profiled(
     **options: Any,
 ) -> Any:
     """The report of a fit of some batches of 64 samples."""
-    callback = ProfilerReport(wait=0, warmup=0, active=active, activations=activations, **QUIET)
+    callback = ProfilerReport(wait=0, active=active, activations=activations, **QUIET)
     data: Any = DataLoader([torch.ones(64, WIDTH)] * batches, batch_size=None)  # type: ignore[arg-type]
     fit_module(module(), PipelineStrategy(**options), ranks, FLOAT32, data, callbacks=[callback])
     return callback.report
@@ -104,7 +104,7 @@ def test_passes_times_and_memory_of_each_rank(
 
 def predicted(schedule: Any, again: Any) -> list[PlannedMemory]:
     """By a profile of one device."""
-    callback = ProfilerReport(wait=0, warmup=0, active=1, for_plan=True, **QUIET)
+    callback = ProfilerReport(wait=0, active=1, for_plan=True, **QUIET)
     callback.pipeline_options = PipelineStrategy(activation_checkpointing=again).pipeline_options
     data: Any = DataLoader([torch.ones(64, WIDTH)] * 2, batch_size=None)  # type: ignore[arg-type]
     fit_module(Deep(), None, 1, FLOAT32, data, callbacks=[callback])
@@ -162,15 +162,3 @@ def test_a_stage_without_gradients_has_no_backward_passes(world2: World) -> None
     first, last = map(passes_of, pipeline.timelines)
     assert (first[:2], last[1]) == ((4, 0), 4)
     assert report["memory"][1]["gradients_bytes"] == 0
-
-
-def two_fits() -> dict[str, Any]:
-    callback = ProfilerReport(wait=0, warmup=0, active=1, **QUIET)
-    for strategy in (PipelineStrategy(), make_strategy("ring_ddp")):
-        data = DataLoader(dataset(8), batch_size=4)
-        fit_module(Classifier(), strategy, 2, Case(max_epochs=1), data, callbacks=[callback])
-    return callback.report or {}
-
-
-def test_a_later_fit_without_a_pipeline_has_no_stages(world2: World) -> None:
-    assert pipelines_of(world2.run(two_fits)[0]) == []

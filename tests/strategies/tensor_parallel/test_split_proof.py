@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_multigpu import HybridStrategy, TensorSplitStrategy
 from lightning_multigpu.engine.parity import SplitProof
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
-from lightning_multigpu.engine.tensor_split.tensor_group import Done, TensorGroup
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from tests.strategies.tasks import Case, Classifier, make_trainer, state, train_loader
 from tests.world import World
 
@@ -52,13 +52,12 @@ class Task(Classifier):
 
 
 def scaled_in_forward(factor: float = 1.5) -> AbstractContextManager[Any]:
-    own = TensorGroup._sum
+    own = TensorGroup._reduce
 
-    def sum_of_all(self: TensorGroup, tensor: Tensor) -> None:
-        own(self, tensor)
-        tensor.mul_(factor)
+    def scaled(self: TensorGroup, tensor: Tensor, name: str, **options: Any) -> Tensor:
+        return own(self, tensor, name, **options).mul_(factor)
 
-    return mock.patch.object(TensorGroup, "_sum", sum_of_all)
+    return mock.patch.object(TensorGroup, "_reduce", scaled)
 
 
 def not_finite() -> AbstractContextManager[Any]:
@@ -67,7 +66,7 @@ def not_finite() -> AbstractContextManager[Any]:
 
 def skipped_in_backward() -> AbstractContextManager[Any]:
     """The loss is right."""
-    return mock.patch.object(TensorGroup, "begin_all_reduce", lambda self, tensor, name: Done(tensor))
+    return mock.patch.object(TensorGroup, "begin_all_reduce", lambda self, tensor, name: lambda: tensor)
 
 
 def one_rank_alone() -> AbstractContextManager[Any]:

@@ -17,9 +17,13 @@ from torch.optim import Optimizer
 from lightning_multigpu.engine.hugging_face import block_lists, models_in
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.planning.pipelines.balance import balanced_bounds, layers_text
+from lightning_multigpu.planning.pipelines.balance import layers_text
 
 _CONTAINERS = (Sequential, ModuleList)
+_CUT = (
+    "Or cut a forward pass at the submodules that it calls, once a step: PipelineStrategy(split_points=[...]) names "
+    "those at which the further stages begin"
+)
 
 
 @dataclass(eq=False)
@@ -28,7 +32,6 @@ class Chain:
 
     Attributes:
         around: the modules that contain the layers, the container included, with their names; the outermost first.
-        points: names of submodules at which other stages could begin; empty if there are none.
         uses: for each tensor outside of the layers, by its first name, the parts of a step that have used its values:
             0 before the layers, 1 + i layer i, and n + 1 after the last of n layers.
         replicated: names of modules and tensors outside of the layers that all ranks hold; True for all.
@@ -37,7 +40,6 @@ class Chain:
     name: str
     layers: tuple[Module, ...]
     around: Mapping[Module, str] = field(default_factory=dict)
-    points: Sequence[str] = ()
     uses: dict[str, set[int]] = field(default_factory=dict)
     replicated: bool | Sequence[str] = False
     is_arranged: bool = True
@@ -129,46 +131,10 @@ def find_chain(module: Module, name: str, num_stages: int) -> Chain:
     if not usable:
         raise ValueError(
             f"module='auto' finds no nn.Sequential or nn.ModuleList with {num_stages} layers or more to split into "
-            f"{num_stages} stages. {_listing(found)} {_suggestion(module, num_stages)}"
+            f"{num_stages} stages. {_listing(found)} {_CUT}"
         )
     path = max(usable, key=lambda candidate: _size(usable[candidate]))  # the first of equals is the outer one
-    return _chain(module, path, usable[path], num_stages)
-
-
-def _suggestion(module: Module, num_stages: int) -> str:
-    """How the module can be cut at its submodules, for an error message."""
-    points = suggested_split_points(module, num_stages)
-    if not points:
-        return "It has no two submodules with parameters to cut between: use another strategy, such as ring_ddp"
-    fewer = ""
-    if len(points) + 1 < num_stages:
-        fewer = f"It has submodules for {len(points) + 1} stages: use fewer devices. "
-    return (
-        f"{fewer}Cut the module at its submodules, which a forward pass has to call, once a step: "
-        f"PipelineStrategy(split_points={points})"
-    )
-
-
-def suggested_split_points(module: Module, num_stages: int) -> list[str]:
-    """Submodules at which stages of similar size would begin, for an error message; fewer if there are not so many."""
-    starts: dict[int, str] = {}
-    passed = 0
-    for name, parameter in module.named_parameters():
-        parts = name.split(".")[:-1]
-        for depth in range(len(parts), 0, -1):  # keep the outermost submodule that begins with this parameter
-            path = ".".join(parts[:depth])
-            part = module.get_submodule(path)
-            if next(part.parameters()) is parameter and not isinstance(part, ModuleList):
-                starts[passed] = path
-        passed += parameter.numel()
-    starts.pop(0, None)
-    points: list[str] = []
-    for stage in range(1, min(num_stages, len(starts) + 1)):
-        away = {path: abs(start - passed * stage / num_stages) for start, path in starts.items() if path not in points}
-        near = [path for path in away if away[path] <= passed / (2 * num_stages)] or [min(away, key=lambda p: away[p])]
-        points.append(min(near, key=lambda path: (path.count("."), away[path])))
-    order = list(starts.values())
-    return sorted(points, key=order.index)
+    return _chain(module, path, usable[path])
 
 
 def smallest_around(module: Module, points: Sequence[str]) -> str:
@@ -189,12 +155,12 @@ def _named(module: Module, name: str, num_stages: int, found: dict[str, Sequenti
     if len(found[name]) < num_stages:
         raise ValueError(
             f"module={name!r} has {len(found[name])} layers for {num_stages} stages; use {len(found[name])} or fewer "
-            f"devices, or name a longer chain. {_suggestion(module, num_stages)}"
+            f"devices, or name a longer chain. {_CUT}"
         )
-    return _chain(module, name, found[name], num_stages)
+    return _chain(module, name, found[name])
 
 
-def _chain(module: Module, path: str, container: Sequential | ModuleList, num_stages: int) -> Chain:
+def _chain(module: Module, path: str, container: Sequential | ModuleList) -> Chain:
     """The chain; warns if a module around the layers was compiled and the layers were not."""
     around = modules_around(module, path)
     if any(map(_is_compiled, around)) and not all(map(_is_compiled, container)):
@@ -203,12 +169,7 @@ def _chain(module: Module, path: str, container: Sequential | ModuleList, num_st
             "stages: they run uncompiled; compile each layer by itself with layer.compile()",
             stacklevel=2,
         )
-    chain = Chain(path, tuple(container), around)
-    names = list(container._modules)
-    if len(set(chain.layers)) == len(names):  # else a submodule is called twice
-        starts = [start for start, _ in balanced_bounds(chain.parameter_bytes(), num_stages)[1:]]
-        chain.points = [f"{path}.{names[start]}" for start in starts]
-    return chain
+    return Chain(path, tuple(container), around)
 
 
 def modules_around(module: Module, path: str) -> dict[Module, str]:

@@ -24,14 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter, RNNBase
-from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.pipeline.splitting.chain import Chain
 from lightning_multigpu.engine.pipeline.stages.stage_messages import PipelineGroup
 from lightning_multigpu.engine.placeholder import Placeholder, exchange
-from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.balance import Bounds
 
 
@@ -62,6 +60,9 @@ class Ownership:
     Args:
         position: this rank's position; it has every stage whose index modulo ``num_ranks`` is its position.
         group: the ranks of the pipeline; None if this rank has all layers, or only plans.
+
+    Attributes:
+        previous, following: the positions of the ranks that have the stages before and after this rank's.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Ownership:
         self.bounds = bounds
         self.position = position
         self.num_ranks = num_ranks
+        self.previous, self.following = (position - 1) % num_ranks, (position + 1) % num_ranks
         self.device = device
         self._group = group
         self.holdings = list(_holdings(module, chain, bounds, num_ranks))
@@ -101,16 +103,6 @@ class Ownership:
     def stages(self) -> range:
         """The indices of this rank's stages."""
         return range(self.position, len(self.bounds), self.num_ranks)
-
-    @property
-    def previous(self) -> int:
-        """The position of the rank that has the stages before this rank's."""
-        return (self.position - 1) % self.num_ranks
-
-    @property
-    def following(self) -> int:
-        """The position of the rank that has the stages after this rank's."""
-        return (self.position + 1) % self.num_ranks
 
     def finish(self) -> None:
         """Waits until everything has been sent, and frees what a dry run has left."""
@@ -135,11 +127,6 @@ class Ownership:
         )
         return first, last
 
-    def end_bytes(self, optimizers: Sequence[Optimizer]) -> tuple[int, int]:
-        """Bytes of these parameters on the first and on the last rank, with gradients and states of the optimizers."""
-        first, last = self.at_ends()
-        return held_bytes(first, optimizers).total, held_bytes(last, optimizers).total
-
     def buffers(self) -> list[Tensor]:
         """Buffers with values on this rank, in the module's order."""
         return [h.tensor for h in self.holdings if self.position in h.holders and not h.is_parameter]
@@ -157,26 +144,24 @@ class Ownership:
         self.check_places()
         return {name: holding.holders for name, _, _, holding in self._places}
 
-    def check_places(self) -> None:
-        """Raises ValueError if another parameter has come to the place of one that was split."""
+    def check_places(self, *, parameters: bool = True) -> None:
+        """Takes over buffers that an assignment has replaced since the model was split.
+
+        Raises:
+            ValueError: a buffer that other ranks lack has another shape; or, with ``parameters``, another parameter has
+                come to the place of one that was split.
+        """
         for name, table, key, holding in self._places:
-            if holding.is_parameter and (now := table.get(key)) is not None and now is not holding.tensor:
+            if (now := table.get(key)) is None or now is holding.tensor:
+                continue
+            if isinstance(holding.tensor, Parameter):
+                if not parameters:
+                    continue
                 raise ValueError(
                     f"{name} is another parameter than when the model was split: a hook has tied or replaced it, and "
                     "stages hold the values of the former one. Tie and replace parameters in __init__, setup or "
                     "configure_model, which run before the split (on_fit_start comes after it)"
                 )
-        self._follow_buffers()
-
-    def _follow_buffers(self) -> None:
-        """Takes over buffers that an assignment has replaced since the model was split.
-
-        Raises:
-            ValueError: a buffer that other ranks lack has another shape.
-        """
-        for name, table, key, holding in self._places:
-            if holding.is_parameter or (now := table.get(key)) is None or now is holding.tensor:
-                continue
             if now.shape != holding.tensor.shape and len(holding.holders) < self.num_ranks:
                 raise ValueError(
                     f"buffer {name} had the shape {tuple(holding.tensor.shape)} when the model was split, and has "
@@ -288,7 +273,7 @@ class Ownership:
 
     def values_of_others(self) -> Iterator[tuple[Holding, Tensor]]:
         """At the last position, the values that it does not hold, in host memory; a collective of the pipeline."""
-        self._follow_buffers()
+        self.check_places(parameters=False)
         last = self.num_ranks - 1
         for holding in self.holdings:
             if self.position == holding.holders[0] and last not in holding.holders:
@@ -329,7 +314,7 @@ class Ownership:
 
     def restore(self, peers: MeteredGroup) -> None:
         """Copies all values to the host's memory of every rank of the pipeline, whose collectives ``peers`` has."""
-        self._follow_buffers()
+        self.check_places(parameters=False)
         for position, rank in enumerate(self.group.ranks):
             self._share([h for h in self.holdings if h.holders[-1] == position], peers, rank, everywhere=True)
 
@@ -346,7 +331,7 @@ class Ownership:
         Raises:
             PipelineError: a parameter cannot be exchanged, because something refers to it.
         """
-        self._follow_buffers()
+        self.check_places(parameters=False)
         new = {h.name: h for h in _holdings(self._module, self.chain, bounds, self.num_ranks)}
         moving = [h for h in self.holdings if h.name in new and h.holders != new[h.name].holders]
         before = [holding.tensor for holding in moving]

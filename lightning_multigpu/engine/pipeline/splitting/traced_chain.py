@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
@@ -78,7 +78,8 @@ class TracedChain(Chain):
         name = smallest_around(module, points) if name == "auto" else name
         self._whole = _checked(module, name, points)
         pieces = tuple(TracedPiece(self._whole) for _ in range(len(points) + 1))
-        super().__init__(name or type(module).__name__, pieces, modules_around(module, name), points)
+        super().__init__(name or type(module).__name__, pieces, modules_around(module, name))
+        self.points = points
         self._prefix = f"{name}." if name else ""
         self._points = [point.removeprefix(self._prefix) for point in points]
         self._device = device
@@ -197,27 +198,16 @@ def _checked(module: Module, name: str, points: Sequence[str]) -> Module:
         ValueError: it, or a point, is no submodule; a point is not within it; or it has a backward hook inside.
     """
     parts: dict[str, Module] = dict(module.named_modules())
-    if name not in parts:
-        raise ValueError(f"module={name!r} is no part of the module; {_children(parts, '')}")
-    for point in points:
-        if point not in parts:
-            children = _children(parts, point.rpartition(".")[0])
-            raise ValueError(f"split_points names {point!r}, which is no part of the module; {children}")
-        if name and not point.startswith(f"{name}."):
-            raise ValueError(f"split_points names {point!r}, which is not within module={name!r}; leave module= out")
-    whole = parts[name]
+    for option, path in (("module", name), *(("split_points", point) for point in points)):
+        if path not in parts:
+            raise ValueError(f"{option} names {path!r}, which is no part of the module")
+    prefix = f"{name}." if name else ""
     for path, part in parts.items():
-        is_inside = path.startswith(f"{name}.") if name else path
-        if is_inside and (part._backward_hooks or part._backward_pre_hooks):
+        if path in points and not path.startswith(prefix):
+            raise ValueError(f"split_points names {path!r}, which is not within module={name!r}; leave module= out")
+        if path.startswith(prefix) and path and (part._backward_hooks or part._backward_pre_hooks):
             raise ValueError(
                 f"{path!r} has a backward hook, which a traced forward pass would leave out; remove it, or split a "
                 "chain of layers with module="
             )
-    return whole
-
-
-def _children(parts: Mapping[str, Module], parent: str) -> str:
-    parent = parent if parent in parts else ""
-    prefix, title = (f"{parent}.", repr(parent)) if parent else ("", "the module")
-    names = [repr(f"{prefix}{child}") for child, _ in parts[parent].named_children()]
-    return f"{title} has {', '.join(names) or 'no parts'}"
+    return parts[name]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -38,6 +38,10 @@ T = TypeVar("T")
 
 _PLAIN = (type(None), bool, int, float, str)
 _CALLS = ("forward", "_compiled_call_impl")  # torch calls the second one, if there is one, instead of hooks and forward
+_OTHER_WAYS = (
+    "move it into the layers, name another part with module=, or cut the forward pass at submodules, unchanged, with "
+    "split_points="
+)
 
 
 def map_only(kind: type[T], function: Callable[[T], Any], value: Any) -> Any:
@@ -120,12 +124,18 @@ class LayerInterception:
         run_layer: Callable[..., Any] | None = None,
     ) -> None:
         self.chain = chain
+        self._places: dict[Module, list[int]] = {}  # several of a layer that runs again
+        for index, layer in enumerate(chain.layers):
+            self._places.setdefault(layer, []).append(index)
+        self._names = [chain.layer_name(index) for index in range(len(chain))]
         self._start = self._stop = 0  # of the running stage
         self._begin_part = begin_part
         self._run_layer = run_layer
         self._receive: Callable[[], Activations] | None = None
         self._values: Callable[[], tuple[Tensor, ...]] | None = None
         self._with_grad = False
+        self._own: dict[Module, tuple[Any, ...]] = {}
+        self._patches: dict[Module, dict[str, Any]] = {}
         self._before: dict[Module, dict[str, Any]] = {}
         self._is_inside = False  # a layer runs, within which calls are not intercepted
         self._next = 0
@@ -141,15 +151,19 @@ class LayerInterception:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Intercepts the calls of the layers within the block."""
-        with ExitStack() as undo:
-            for layer in dict.fromkeys(self.chain.layers):
-                functions = (layer.forward, layer._compiled_call_impl or layer._call_impl)
-                patches = [uncompiled(partial(self._call, layer, function)) for function in functions]
-                before = _put(layer, dict(zip(_CALLS, patches, strict=True)))
-                undo.callback(_put, layer, before)
-                self._before[layer] = before
-            undo.enter_context(self.chain.entered())
-            yield
+        try:
+            for layer in self._places:
+                own = layer.forward, layer._compiled_call_impl or layer._call_impl
+                if self._own.get(layer) != own:  # wired once, and again if the layer has been compiled or replaced
+                    patches = [uncompiled(partial(self._call, layer, function)) for function in own]
+                    self._own[layer], self._patches[layer] = own, dict(zip(_CALLS, patches, strict=True))
+                self._before[layer] = _put(layer, self._patches[layer])
+            with self.chain.entered():
+                yield
+        finally:
+            for layer, before in self._before.items():
+                _put(layer, before)
+            self._before = {}
 
     def run(
         self,
@@ -193,9 +207,9 @@ class LayerInterception:
         finally:
             self._running = False
             self._forget()
-        if 0 < self._next < len(self.chain):
+        if 0 < self._next < len(self._names):
             raise PipelineError(
-                f"the step ended after layer {self._name(self._next - 1)} without running {self._name(self._next)}: "
+                f"the step ended after layer {self._names[self._next - 1]} without running {self._names[self._next]}: "
                 "every step must run all layers of the split part"
             )
         lost = first_placeholder(result)
@@ -211,41 +225,21 @@ class LayerInterception:
         """A call of a layer, in place of its own ``function``."""
         if self._is_inside:
             return function(*args, **kwargs)
-        places = [place for place, other in enumerate(self.chain.layers) if other is layer]  # several if it runs again
+        places = self._places[layer]
         index = self._next if self._next in places else places[0]
-        if not self._running:
-            raise PipelineError(
-                f"layer {self._name(index)} is called outside of the step, as torch.utils.checkpoint does in backward: "
-                "leave the checkpoint around the layers out, and pass activation_checkpointing=True to the strategy"
-            )
-        if self._with_grad and not torch.is_grad_enabled() and _runs_in_checkpoint():  # a reentrant one
-            raise PipelineError(
-                f"layer {self._name(index)} is called within torch.utils.checkpoint, which would call it again in "
-                "backward, outside of the step: leave the checkpoint around the layers out, and pass "
-                "activation_checkpointing=True to the strategy"
-            )
         given = tensors_of((args, kwargs))
-        if is_transformed(given):
-            raise PipelineError(
-                f"layer {self._name(index)} is called within a transform of torch.func (vmap, grad, jvp, ...), or with "
-                "a forward-mode derivative, and a pipeline cannot transform what other stages compute: transform "
-                "within one layer, or before or after the layers; or use ring_ddp"
-            )
-        self._check_order(index)
-        self._check_input(index, given)
+        self._check(index, given)
         self._next = index + 1
         if index < self._start:
-            output = self._skip(index)
-            self._show_to_hooks(index, args, kwargs, output)
-            return output
+            return self._skip(index, args, kwargs)
         arriving = self._incoming if index == self._start else {}
         missing = next((t for t in given if isinstance(t, Placeholder) and id(t) not in arriving), None)
         self._begin_part(1 + index)
         if missing is not None:
             raise PipelineError(
-                f"layer {self._name(index)} takes {missing.source} as an input, whose values are on another stage: "
-                "besides the previous layer's output a layer can take only what every stage computes itself; "
-                f"{self._other_ways()}",
+                f"layer {self._names[index]} takes {missing.source} as an input, whose values are on another "
+                "stage: besides the previous layer's output a layer can take only what every stage computes itself; "
+                f"{_OTHER_WAYS}",
                 missing.sources,
             )
         if arriving:
@@ -254,16 +248,17 @@ class LayerInterception:
             args, kwargs = map_only(Placeholder, lambda placeholder: values[arriving[id(placeholder)]], (args, kwargs))
         own = partial(self._run_own, layer, function)
         output = own(*args, **kwargs) if self._run_layer is None else self._run_layer(index, own, args, kwargs)
-        if not tensors_of(output):
+        tensors = tensors_of(output)
+        if not tensors:
             raise PipelineError(
-                f"layer {self._name(index)} returns {type(output).__name__}, in which a pipeline finds no tensors to "
-                "pass on: return tensors, or tuples, named tuples, lists or dictionaries of tensors"
+                f"layer {self._names[index]} returns {type(output).__name__}, in which a pipeline finds no "
+                "tensors to pass on: return tensors, or tuples, named tuples, lists or dictionaries of tensors"
             )
-        if index == self._stop - 1 and self._stop < len(self.chain):
+        if index == self._stop - 1 and self._stop < len(self._names):
             raise _StageEnd(output)
-        if index == len(self.chain) - 1:
+        if index == len(self._names) - 1:
             self._begin_part(2 + index)
-        self._remember(output)
+        self._previous = [(tensor, _version(tensor)) for tensor in tensors]
         return output
 
     def _run_own(self, layer: Module, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -276,99 +271,87 @@ class LayerInterception:
             self._is_inside = False
             _put(layer, patches)
 
-    def _skip(self, index: int) -> Any:
+    def _skip(self, index: int, args: Any, kwargs: Any) -> Any:
         """The output of a layer of an earlier stage: placeholders for what is received.
 
         Placeholders take time to make, so all skipped layers but the last return the same ones: the stages that compute
-        these layers check the order of their calls.
+        these layers check the order of their calls. The layer's forward hooks get them, too: if the loss uses a value
+        that a hook has kept, it finds a placeholder and is refused, instead of missing the value. The stage that runs
+        the layer uses the hook's result.
         """
         if self._arrived is None:
             assert self._receive is not None
             self._arrived = self._receive()
         if not self._previous or index == self._start - 1:
-            source = f"the output of layer {self._name(index)}"
+            source = f"the output of layer {self._names[index]}"
             placeholders = [Placeholder(each, source, fixed=True) for each in self._placed(self._arrived.tensors)]
             self._skipped = map_only(Slot, lambda slot: placeholders[slot.index], self._arrived.structure)
             self._incoming = {id(placeholder): number for number, placeholder in enumerate(placeholders)}
-            self._remember(self._skipped)
+            self._previous = [(placeholder, _version(placeholder)) for placeholder in placeholders]
+        layer: Any = self.chain.layers[index]
+        for number, hook in (*layer._forward_pre_hooks.items(), *layer._forward_hooks.items()):
+            with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
+            result = (self._skipped,) if number in layer._forward_hooks else ()
+            with suppress(PipelineError):  # a hook that looks at values, to print them for example
+                hook(layer, args, *((kwargs,) if with_kwargs else ()), *result)
         return self._skipped
 
-    def _placed(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _placed(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         """Received tensors, of which parts are parts again."""
-        assert self._arrived is not None
+        group = self.chain.tensor_group
+        if group is None or self._arrived is None:
+            return tensors
         placed = list(tensors)
 
         def place(slot: Slot) -> None:
-            if slot.split is not None and (group := self.chain.tensor_group) is not None:
+            if slot.split is not None:
                 placed[slot.index] = SplitTensor.of(tensors[slot.index], PartLayout(slot.split, group, slot.layer))
 
         map_only(Slot, place, self._arrived.structure)
         return placed
 
-    def _show_to_hooks(self, index: int, args: Any, kwargs: Any, output: Any) -> None:
-        """Calls the forward hooks of a skipped layer with placeholders.
-
-        If the loss uses a value that a hook has kept, it finds a placeholder and is refused, instead of missing the
-        value. The stage that runs the layer uses the hook's result.
-        """
-        layer: Any = self.chain.layers[index]
-        before, after = layer._forward_pre_hooks, layer._forward_hooks
-        for number, hook in [*before.items(), *after.items()]:
-            with_kwargs = number in layer._forward_pre_hooks_with_kwargs or number in layer._forward_hooks_with_kwargs
-            result = (output,) if number in after else ()
-            with suppress(PipelineError):  # a hook that looks at values, to print them for example
-                hook(layer, args, *((kwargs,) if with_kwargs else ()), *result)
-
-    def _remember(self, output: Any) -> None:
-        self._previous = [(tensor, _version(tensor)) for tensor in tensors_of(output)]
-
-    def _check_order(self, index: int) -> None:
-        if index == self._next:
-            return
-        is_past_chain = self._next == len(self.chain)  # on the last stage only
-        if index == 0 and is_past_chain:
+    def _check(self, index: int, given: Sequence[Tensor]) -> None:
+        """Raises PipelineError unless this layer is due, and takes the output of the layer before it."""
+        names, previous = self._names, self._next
+        is_reentrant = self._with_grad and not torch.is_grad_enabled() and _runs_in_checkpoint()
+        if is_reentrant or not self._running:
+            within = "within torch.utils.checkpoint, which would call it again in backward"
+            where = within if self._running else "outside of the step, as torch.utils.checkpoint does in backward"
             raise PipelineError(
-                f"the step runs the split part {self.chain.name!r} twice, and a pipeline can run it once a step: keep "
-                "the result of the first call, or split another part with module="
+                f"layer {names[index]} is called {where}: leave the checkpoint around the layers out, and pass "
+                "activation_checkpointing=True to the strategy"
             )
-        expected = "no further layer" if is_past_chain else self._name(self._next)
-        raise PipelineError(
-            f"the step calls {self._name(index)} where {expected} was due: the layers of {self.chain.name!r} must run "
-            "one after the other, each once; name another part with module="
-        )
-
-    def _check_input(self, index: int, tensors: list[Tensor]) -> None:
-        if index == 0:
-            return
-        given = {id(tensor) for tensor in tensors}
-        used = [(tensor, version) for tensor, version in self._previous if id(tensor) in given]
-        if not used:
+        if is_transformed(given):
             raise PipelineError(
-                f"the input of layer {self._name(index)} is not the output of layer {self._name(index - 1)}: something "
-                "is computed between the two, such as a residual x + layer(x), and would be lost between stages; "
-                f"{self._other_ways()}"
+                f"layer {names[index]} is called within a transform of torch.func (vmap, grad, jvp, ...), or with a "
+                "forward-mode derivative, and a pipeline cannot transform what other stages compute: transform within "
+                "one layer, or before or after the layers; or use ring_ddp"
+            )
+        if index != previous:
+            is_past_chain = previous == len(self._names)  # on the last stage only
+            if index == 0 and is_past_chain:
+                raise PipelineError(
+                    f"the step runs the split part {self.chain.name!r} twice, and a pipeline can run it once a step: "
+                    "keep the result of the first call, or split another part with module="
+                )
+            raise PipelineError(
+                f"the step calls {names[index]} where {'no further layer' if is_past_chain else names[previous]} was "
+                f"due: the layers of {self.chain.name!r} must run one after the other, each once; name another part "
+                "with module="
+            )
+        ids = {id(tensor) for tensor in given}
+        used = [(tensor, version) for tensor, version in self._previous if id(tensor) in ids]
+        if index and not used:
+            raise PipelineError(
+                f"the input of layer {names[index]} is not the output of layer {names[index - 1]}: something is "
+                "computed between the two, such as a residual x + layer(x), and would be lost between stages; "
+                f"{_OTHER_WAYS}"
             )
         if any(_version(tensor) != version for tensor, version in used):
             raise PipelineError(
-                f"the output of layer {self._name(index - 1)} is changed in place before layer {self._name(index)} "
-                f"takes it, which would be lost between stages; {self._other_ways()}"
+                f"the output of layer {names[index - 1]} is changed in place before layer {names[index]} takes it, "
+                f"which would be lost between stages; {_OTHER_WAYS}"
             )
-
-    def _other_ways(self) -> str:
-        """The fixes for a step that computes between the layers."""
-        rewrite = "move it into the layers, or name another part with module="
-        if not self.chain.points:
-            return rewrite
-        parent = self.chain.name.rpartition(".")[0]
-        own = parent and f"module={parent!r}, "
-        return (
-            "cut the forward pass around the layers, unchanged (a step that calls the layers itself needs a module "
-            f"with their loop in its forward): PipelineStrategy({own}split_points={list(self.chain.points)}) with your "
-            f"other options; or {rewrite}"
-        )
-
-    def _name(self, index: int) -> str:
-        return self.chain.layer_name(index)
 
 
 def _put(layer: Module, entries: dict[str, Any]) -> dict[str, Any]:

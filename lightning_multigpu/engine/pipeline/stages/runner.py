@@ -89,11 +89,9 @@ class PipelineRunner:
             self._recomputed if recompute else None,
         )
         self.stages = [Stage(self._forward, ownership, index, recorder) for index in ownership.stages]
-        self._order = (
-            TorchSchedules(self.stages, group.process_group, ownership.device, schedule)
-            if group.in_batches
-            else PassesInOrder(self.stages, ownership.position, ownership.num_ranks, schedule)
-        )
+        # NCCL needs messages in batches, as torch posts them: else two ranks that send to each other both wait.
+        torchs = TorchSchedules(self.stages, group.process_group, ownership.device) if group.in_batches else None
+        self._run = self._run_in_order if torchs is None else torchs.run
         self._kinds: set[Any] = set()
         self._step: Callable[[int], Any] = lambda micro_batch: None
         self._scales: Sequence[float] = ()
@@ -129,11 +127,11 @@ class PipelineRunner:
         ):
             for self._micro_batches in groups:
                 count = len(self._micro_batches)
-                alternates = executed_schedule(self._schedule, self._ownership.num_ranks, count) == "1f1b"
+                executed = executed_schedule(self._schedule, self._ownership.num_ranks, count)
                 for stage in self.stages:
-                    stage.begin([kinds[m] for m in self._micro_batches], alternates=alternates)
+                    stage.begin([kinds[m] for m in self._micro_batches], alternates=executed == "1f1b")
                 try:
-                    self._order.run(count)
+                    self._run(executed, count)
                 except RuntimeError as error:
                     if count == 1 or "modified by an inplace operation" not in str(error):
                         raise
@@ -175,6 +173,26 @@ class PipelineRunner:
                 groups.append([micro_batch])
         return [*groups, others] if others else groups
 
+    def _run_in_order(self, executed: ExecutedSchedule, num_micro_batches: int) -> None:
+        """Runs one pass after the other; the stages post their messages, and wait only for what they use.
+
+        The receives of the next pass are posted before a pass begins, so that data arrives during the pass.
+        """
+        ownership, stages = self._ownership, {stage.index: stage for stage in self.stages}
+        orders = schedule_orders(self._schedule, ownership.num_ranks, len(stages), num_micro_batches)
+        order = orders[ownership.position]
+        for work, following in zip(order, [*order[1:], None], strict=True):
+            stage, micro_batch = stages[work.stage], work.micro_batch
+            stage.expect(work.kind, micro_batch)
+            if following is not None:
+                stages[following.stage].expect(following.kind, following.micro_batch, ahead=True)
+            if work.kind == "forward":
+                stage.forward(micro_batch)
+            elif work.kind == "backward":
+                stage.backward(micro_batch, full=executed != "zero_bubble")
+            else:
+                stage.weight(micro_batch)
+
     def _forward(self, stage: Stage, chunk: int) -> Activations | Tensor:
         """Runs a stage's part of the user's step on a micro-batch, given by its number in the schedule.
 
@@ -213,50 +231,16 @@ class PipelineRunner:
         return recomputed(self._ownership.chain.layers[index], forward, args, kwargs)
 
 
-class PassesInOrder:
-    """Runs one pass after the other, for stages that post their messages themselves and wait only for what they use.
-
-    The receives of the next pass are posted before a pass begins, so that data arrives during the pass.
-    """
-
-    def __init__(self, stages: Sequence[Stage], position: int, num_ranks: int, schedule: str) -> None:
-        self._stages = {stage.index: stage for stage in stages}
-        self._position = position
-        self._num_ranks = num_ranks
-        self._schedule = schedule
-
-    def run(self, num_micro_batches: int) -> None:
-        """Runs a step of so many micro-batches, which the stages have begun."""
-        order = schedule_orders(self._schedule, self._num_ranks, len(self._stages), num_micro_batches)[self._position]
-        apart = any(work.kind == "weight" for work in order)
-        for work, following in zip(order, [*order[1:], None], strict=True):
-            stage, micro_batch = self._stages[work.stage], work.micro_batch
-            stage.expect(work.kind, micro_batch)
-            if following is not None:
-                self._stages[following.stage].expect(following.kind, following.micro_batch, ahead=True)
-            if work.kind == "forward":
-                stage.forward(micro_batch)
-            elif work.kind == "backward":
-                stage.backward(micro_batch, full=not apart)
-            else:
-                stage.weight(micro_batch)
-
-
 class TorchSchedules:
-    """torch's own schedules, which post messages in batches and wait for them, as NCCL needs.
+    """torch's own schedules, which post messages in batches and wait for them, as NCCL needs."""
 
-    Otherwise two ranks that send to each other would both wait.
-    """
-
-    def __init__(self, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device, schedule: str) -> None:
+    def __init__(self, stages: Sequence[Stage], group: dist.ProcessGroup, device: torch.device) -> None:
         self._stages = [_StageForTorch(stage, group, device) for stage in stages]
-        self._num_ranks = dist.get_world_size(group)
-        self._schedule = schedule
         self._made: dict[tuple[Any, int], Any] = {}
 
-    def run(self, num_micro_batches: int) -> None:
+    def run(self, executed: ExecutedSchedule, num_micro_batches: int) -> None:
         """Runs a step of so many micro-batches, which the stages have begun."""
-        cls = _TORCH[executed_schedule(self._schedule, self._num_ranks, num_micro_batches)]
+        cls = _TORCH[executed]
         key = cls, num_micro_batches
         if key not in self._made:
             stages: Any = self._stages[0] if cls in (ScheduleGPipe, Schedule1F1B) else self._stages

@@ -75,10 +75,9 @@ class Stage:
         self._clones_input = index > 0 and works_in_place(ownership.chain.layers[start])
         self._parameters = ownership.held
         self._group = group = ownership.group
-        self._messages: ScheduledMessages | HostMessages = (
-            ScheduledMessages(group) if group.in_batches else HostMessages(group, num_stages)
+        self._messages: ScheduledMessages | HostMessages = (ScheduledMessages if group.in_batches else HostMessages)(
+            group, recorder, index, num_stages
         )
-        self._recorder = recorder
         self._previous, self._following = ownership.previous, ownership.following
         self.needs_input = False
         self._keys: list[Any] = []
@@ -90,7 +89,6 @@ class Stage:
         self._received: dict[int, tuple[Tensor, ...]] = {}
         self._outputs: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, Gradients] = {}
-        self._outgoing: dict[Message, list[dist.P2POp]] = {}
         self._weight_parts: dict[int, Callable[[], None]] = {}
 
     def begin(self, keys: list[Any], *, alternates: bool) -> None:
@@ -102,7 +100,7 @@ class Stage:
 
     def drop(self) -> None:
         """Frees everything kept for micro-batches."""
-        for kept in (self._received, self._outputs, self._gradients, self._outgoing, self._weight_parts):
+        for kept in (self._received, self._outputs, self._gradients, self._weight_parts):
             kept.clear()
 
     def end(self) -> None:
@@ -120,7 +118,7 @@ class Stage:
 
     def arrived(self, micro_batch: int) -> tuple[Tensor, ...]:
         """Waits for the tensors of the previous stage, and returns them with their values."""
-        self._wait("forward", Message("forward", self.index - 1, micro_batch))
+        self._messages.arrived("forward", Message("forward", self.index - 1, micro_batch))
         tensors = tuple(tensor.to(self.device) for tensor in self._received[micro_batch])
         self._headers_in[self._keys[micro_batch]].require_gradients(tensors)
         self._received[micro_batch] = tensors
@@ -134,24 +132,32 @@ class Stage:
         With ``ahead`` it begins only if the shapes are known already.
         """
         if kind == "forward" and not self.is_first and micro_batch not in self._received:
-            known = self._keys[micro_batch] in self._headers_in
-            return self._receive_input(micro_batch) if known or not ahead else []
+            key, message = self._keys[micro_batch], Message("forward", self.index - 1, micro_batch)
+            if key not in self._headers_in:
+                if ahead:
+                    return []
+                self._headers_in[key] = self._group.receive_object(self._previous)
+            buffers = self._received[micro_batch] = self._headers_in[key].empty(self._group.device)
+            return self._messages.receive(message, buffers, self._previous)
         if kind == "backward" and not self.is_last and micro_batch not in self._gradients:
             outputs = self._outputs.get(micro_batch, ()) if ahead else self._outputs[micro_batch]
-            return self._receive_gradients(micro_batch) if any(output.requires_grad for output in outputs) else []
+            if any(output.requires_grad for output in outputs):
+                gradients = self._gradients[micro_batch] = tuple(
+                    torch.empty(each.shape, dtype=each.dtype, device=self._group.device) if each.requires_grad else None
+                    for each in outputs
+                )
+                message = Message("backward", self.index + 1, micro_batch)
+                return self._messages.receive(message, [g for g in gradients if g is not None], self._following)
         return []
 
     def outgoing(self, kind: Literal["forward", "backward"], micro_batch: int) -> list[dist.P2POp]:
         """The operations of a pass that the schedule has to post."""
-        operations = self._outgoing.pop(Message(kind, self.index, micro_batch), [])
-        if operations:
-            self._recorder.enter("send", self.index, micro_batch)
-        return operations
+        return self._messages.outgoing(Message(kind, self.index, micro_batch))
 
     def forward(self, micro_batch: int) -> Activations | Tensor:
         """Runs the forward pass; returns the output, on the last stage the loss."""
         needed = None if self.is_first else Message("forward", self.index - 1, micro_batch)
-        self._begin_pass("forward", micro_batch, needed)
+        self._messages.pass_begins("forward", micro_batch, needed)
         output = self._run(self, micro_batch)
         if isinstance(output, Tensor):
             self._outputs[micro_batch] = (output,)
@@ -160,7 +166,7 @@ class Stage:
             self._send_output(micro_batch, output)
         if self._alternates:  # the previous stage had received this gradient before it sent the present input
             self._messages.taken(Message("backward", self.index, micro_batch - (self.num_stages - self.index) - 1))
-        self._end_pass(micro_batch)
+        self._messages.pass_ends(micro_batch)
         return output
 
     def backward(self, micro_batch: int, *, full: bool) -> None:
@@ -173,32 +179,26 @@ class Stage:
         computed: Gradients = (None,) * len(received)
         if wanted:
             needed = None if self.is_last else Message("backward", self.index + 1, micro_batch)
-            self._begin_pass("backward", micro_batch, needed)
-            gradients: Gradients = (None,) * len(outputs) if self.is_last else self._arrived_gradients(micro_batch)
+            self._messages.pass_begins("backward", micro_batch, needed)
+            gradients: Gradients = (None,) * len(outputs)
+            if needed is not None:
+                self._messages.arrived("backward", needed)
+                self._messages.taken(Message("forward", self.index, micro_batch))
+                gradients = tuple(None if g is None else g.to(self.device) for g in self._gradients.pop(micro_batch))
             roots, given = [outputs[number] for number in wanted], [gradients[number] for number in wanted]
             computed = self._compute_gradients(micro_batch, roots, given, received, full=full)
         self.needs_input |= any(gradient is not None for gradient in computed)
         if not self.is_first:
             self._send_gradients(micro_batch, received, computed)
-        self._end_pass(micro_batch)
+        self._messages.pass_ends(micro_batch)
 
     def weight(self, micro_batch: int) -> None:
         """Runs the part of the backward pass for which no other stage waits."""
         compute = self._weight_parts.pop(micro_batch, None)
         if compute is not None:
-            self._begin_pass("weight", micro_batch, None)
+            self._messages.pass_begins("weight", micro_batch, None)
             compute()
-            self._end_pass(micro_batch)
-
-    # Forward
-
-    def _receive_input(self, micro_batch: int) -> list[dist.P2POp]:
-        self._before_scheduled_wait(micro_batch)
-        key = self._keys[micro_batch]
-        if key not in self._headers_in:
-            self._headers_in[key] = self._group.receive_object(self._previous)
-        self._received[micro_batch] = buffers = self._headers_in[key].empty(self._group.device)
-        return self._messages.receive(Message("forward", self.index - 1, micro_batch), buffers, self._previous)
+            self._messages.pass_ends(micro_batch)
 
     def _send_output(self, micro_batch: int, output: Activations) -> None:
         key, header = self._keys[micro_batch], Header.of(output)
@@ -206,38 +206,15 @@ class Stage:
             self._headers_out[key] = header
             self._group.send_object(header, self._following)
         elif header != self._headers_out[key]:
-            before = self._headers_out[key]
-            if [tensor[:2] for tensor in header.tensors] == [tensor[:2] for tensor in before.tensors]:
-                raise ValueError(
-                    f"stage {self.index} sends an output that {'' if header.tensors[0][2] else 'no longer '}requires a "
-                    "gradient, unlike in an earlier micro-batch: unfreeze and freeze layers before the step, in "
-                    "on_train_epoch_start or on_train_batch_start"
-                )
             raise ValueError(
-                f"stage {self.index} sends {header.tensors}, and for an earlier micro-batch of the same shapes it sent "
-                f"{before.tensors}: shapes of activations have to follow from those of the batch. If the epoch, the "
-                "step or a random number decides, as where the cut of a sequence grows, cut in on_after_batch_transfer "
-                "or in the loader, so that every stage sees the shape; shapes that depend on values cannot be pipelined"
+                f"stage {self.index} sends {header.tensors} (shape, dtype, requires_grad), and for an earlier "
+                f"micro-batch of the same shapes it sent {self._headers_out[key].tensors}: shapes of activations have "
+                "to follow from those of the batch. If the epoch or a random number decides, cut in "
+                "on_after_batch_transfer; freeze and unfreeze layers before a step, in on_train_epoch_start or "
+                "on_train_batch_start"
             )
         tensors = [tensor.detach().contiguous() for tensor in output.tensors]
-        self._send(Message("forward", self.index, micro_batch), tensors, self._following)
-
-    # Backward
-
-    def _receive_gradients(self, micro_batch: int) -> list[dist.P2POp]:
-        self._before_scheduled_wait(micro_batch)
-        gradients = tuple(
-            torch.empty(output.shape, dtype=output.dtype, device=self._group.device) if output.requires_grad else None
-            for output in self._outputs[micro_batch]
-        )
-        self._gradients[micro_batch] = gradients
-        message = Message("backward", self.index + 1, micro_batch)
-        return self._messages.receive(message, [g for g in gradients if g is not None], self._following)
-
-    def _arrived_gradients(self, micro_batch: int) -> Gradients:
-        self._wait("backward", Message("backward", self.index + 1, micro_batch))
-        self._messages.taken(Message("forward", self.index, micro_batch))
-        return tuple(None if g is None else g.to(self.device) for g in self._gradients.pop(micro_batch))
+        self._messages.send(Message("forward", self.index, micro_batch), tensors, self._following)
 
     def _compute_gradients(
         self,
@@ -286,35 +263,7 @@ class Stage:
             for tensor, gradient, (_, _, requires_grad) in zip(received, computed, header.tensors, strict=True)
             if requires_grad
         ]
-        self._send(Message("backward", self.index, micro_batch), gradients, self._previous)
-
-    # Both
-
-    def _begin_pass(self, kind: str, micro_batch: int, needed: Message | None) -> None:
-        self._messages.pass_begins(needed)
-        waited = needed is not None and not self._messages.posted_by_stage
-        self._recorder.enter(kind, self.index, micro_batch, received=waited)
-
-    def _end_pass(self, micro_batch: int) -> None:
-        self._messages.pass_ends()
-        self._recorder.enter("idle", self.index, micro_batch)
-
-    def _before_scheduled_wait(self, micro_batch: int) -> None:
-        if not self._messages.posted_by_stage:
-            self._recorder.enter("receive", self.index, micro_batch)
-
-    def _wait(self, kind: str, message: Message) -> None:
-        """Waits for a message in the middle of a pass."""
-        if self._messages.posted_by_stage:
-            self._recorder.enter("receive", self.index, message.micro_batch)
-            self._messages.arrived(message)
-            self._recorder.enter(kind, self.index, message.micro_batch)
-
-    def _send(self, message: Message, tensors: Sequence[Tensor], position: int) -> None:
-        self._recorder.enter("send", self.index, message.micro_batch)
-        operations = self._messages.send(message, [tensor.to(self._group.device) for tensor in tensors], position)
-        if operations:
-            self._outgoing[message] = operations
+        self._messages.send(Message("backward", self.index, micro_batch), gradients, self._previous)
 
 
 def _backward_of_inputs(

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_multigpu.communication.metering.clocks import recorded_event
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
+from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.stages.layer_interception import Activations
 
 
@@ -67,28 +67,22 @@ class PipelineGroup(PointToPointGroup):
     ) -> None:
         super().__init__(process_group, meter, device, name="pipeline")
         self.in_batches = device.type != "cpu" if in_batches is None else in_batches
-        self._sending: list[Transfer] = []
+        self.sending: list[Transfer] = []  # until the next pass begins: the rank does not know when they really end
         self._idle_since: Any = None
 
     def pass_ends(self) -> None:
         """From here on the rank, or its stream, can only wait for messages, until :meth:`pass_begins`."""
         if self._idle_since is None:
-            self._idle_since = recorded_event() if self._on_stream else self._meter.now()
+            self._idle_since = self._meter.mark(on_stream=self._on_stream)
 
     def pass_begins(self) -> None:
         """Ends the wait since the last pass; messages sent after that pass count as sent."""
-        for transfer in self._sending:
+        for transfer in self.sending:
             transfer.finish()
-        self._sending.clear()
+        self.sending.clear()
         since, self._idle_since = self._idle_since, None
-        if since is not None and self._on_stream:
-            self._meter.waited_on_stream(since)
-        elif since is not None:
-            self._meter.waited(since, self._meter.now())
-
-    def sends_until_next_pass(self, transfer: Transfer) -> None:
-        """Lets a schedule's transfer last until the next pass begins; the rank does not know when it really ends."""
-        self._sending.append(transfer)
+        if since is not None:
+            self._meter.waited(since)
 
     def send_activations(self, activations: Activations, position: int) -> None:
         """Sends a layer's output with its header; returns at once."""
@@ -140,11 +134,9 @@ class HostMessages:
     The stage posts its messages and waits for them.
     """
 
-    posted_by_stage = True
-
-    def __init__(self, group: PipelineGroup, num_stages: int) -> None:
-        self._group = group
-        self._num_stages = num_stages
+    def __init__(self, group: PipelineGroup, recorder: Recorder, stage: int, num_stages: int) -> None:
+        self._group, self._recorder = group, recorder
+        self._stage, self._num_stages = stage, num_stages
         self._expected: dict[Message, tuple[list[dist.Work], int]] = {}
         self._under_way: dict[Message, list[tuple[dist.Work, Tensor]]] = {}
 
@@ -152,22 +144,28 @@ class HostMessages:
         """Begins to receive from the rank at ``position``; returns the operations that the schedule has to post."""
         tag = self._tag(message)
         works = [self._group.process_group.recv([buffer], position, tag) for buffer in buffers]
-        self._expected[message] = works, _size_bytes(buffers)
+        self._expected[message] = works, sum(buffer.nbytes for buffer in buffers)
         return []
 
-    def arrived(self, message: Message) -> None:
-        """Waits until the buffers are filled."""
+    def arrived(self, kind: str, message: Message) -> None:
+        """Waits until the buffers are filled, in the middle of a pass of this kind."""
+        self._recorder.enter("receive", self._stage, message.micro_batch)
         works, size_bytes = self._expected.pop(message)
         with self._group.begin("recv", size_bytes, blocking=True):
             for work in works:
                 work.wait()
+        self._recorder.enter(kind, self._stage, message.micro_batch)
 
-    def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
-        """Begins to send; returns the operations that the schedule has to post."""
-        tag = self._tag(message)
-        with self._group.begin("send", _size_bytes(tensors), noted=False):
-            sent = [(self._group.process_group.send([tensor], position, tag), tensor) for tensor in tensors]
-        self._under_way[message] = sent
+    def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> None:
+        """Begins to send."""
+        self._recorder.enter("send", self._stage, message.micro_batch)
+        tag, group = self._tag(message), self._group
+        staged = [tensor.to(group.device) for tensor in tensors]
+        with group.begin("send", sum(tensor.nbytes for tensor in staged), noted=False):
+            self._under_way[message] = [(group.process_group.send([each], position, tag), each) for each in staged]
+
+    def outgoing(self, message: Message) -> list[dist.P2POp]:
+        """The operations of a sent message that the schedule has to post."""
         return []
 
     def taken(self, message: Message) -> None:
@@ -175,11 +173,13 @@ class HostMessages:
         for work, _ in self._under_way.pop(message, ()):
             work.wait()
 
-    def pass_begins(self, message: Message | None) -> None:
+    def pass_begins(self, kind: str, micro_batch: int, needed: Message | None) -> None:
         """Called when the schedule has waited for the message that a pass needs; here the stage waits for it."""
+        self._recorder.enter(kind, self._stage, micro_batch)
 
-    def pass_ends(self) -> None:
+    def pass_ends(self, micro_batch: int) -> None:
         """Called when a pass has ended, and has given its messages to :meth:`send`."""
+        self._recorder.enter("idle", self._stage, micro_batch)
 
     def finish(self) -> None:
         """Waits until everything has been sent."""
@@ -207,41 +207,46 @@ class ScheduledMessages:
     the next pass begins: its real end is unknown, since torch keeps the handle.
     """
 
-    posted_by_stage = False
-
-    def __init__(self, group: PipelineGroup) -> None:
-        self._group = group
+    def __init__(self, group: PipelineGroup, recorder: Recorder, stage: int, num_stages: int) -> None:
+        self._group, self._recorder, self._stage = group, recorder, stage
         self._expected: dict[Message, list[Transfer]] = {}
+        self._outgoing: dict[Message, list[dist.P2POp]] = {}
 
     def receive(self, message: Message, buffers: Sequence[Tensor], position: int) -> list[dist.P2POp]:
+        self._recorder.enter("receive", self._stage, message.micro_batch)
         self._group.pass_ends()  # before the first pass of a step
         self._expected[message] = [self._group.begin("recv", buffer.nbytes) for buffer in buffers]
         return self._operations(dist.irecv, buffers, position)
 
-    def arrived(self, message: Message) -> None: ...
+    def arrived(self, kind: str, message: Message) -> None: ...
 
-    def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
+    def send(self, message: Message, tensors: Sequence[Tensor], position: int) -> None:
+        self._recorder.enter("send", self._stage, message.micro_batch)
         for tensor in tensors:
-            self._group.sends_until_next_pass(self._group.begin("send", tensor.nbytes, awaited=False))
-        return self._operations(dist.isend, tensors, position)
+            self._group.sending.append(self._group.begin("send", tensor.nbytes, awaited=False))
+        self._outgoing[message] = self._operations(dist.isend, tensors, position)
+
+    def outgoing(self, message: Message) -> list[dist.P2POp]:
+        operations = self._outgoing.pop(message, [])
+        if operations:
+            self._recorder.enter("send", self._stage, message.micro_batch)
+        return operations
 
     def taken(self, message: Message) -> None: ...
 
-    def pass_begins(self, message: Message | None) -> None:
-        for transfer in () if message is None else self._expected.pop(message, ()):
+    def pass_begins(self, kind: str, micro_batch: int, needed: Message | None) -> None:
+        for transfer in () if needed is None else self._expected.pop(needed, ()):
             transfer.finish()
         self._group.pass_begins()
+        self._recorder.enter(kind, self._stage, micro_batch, received=needed is not None)
 
-    def pass_ends(self) -> None:
+    def pass_ends(self, micro_batch: int) -> None:
         self._group.pass_ends()
+        self._recorder.enter("idle", self._stage, micro_batch)
 
     def finish(self) -> None:
         self._group.pass_begins()
 
     def _operations(self, operation: Any, tensors: Sequence[Tensor], position: int) -> list[dist.P2POp]:
-        rank = self._group.ranks[position]
-        return [dist.P2POp(operation, tensor, rank, self._group.process_group) for tensor in tensors]
-
-
-def _size_bytes(tensors: Sequence[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+        rank, device = self._group.ranks[position], self._group.device
+        return [dist.P2POp(operation, tensor.to(device), rank, self._group.process_group) for tensor in tensors]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_multigpu.planning.rank_figures import LaunchQueue
+from lightning_multigpu.report.rank_figures import LaunchQueue
 
 
 def test_a_host_that_is_ahead_fills_the_queue() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_multigpu.planning.step_phases import PHASES, Span, partition, phase_of, seconds_of
+from lightning_multigpu.callbacks.profile.profiled_steps import Span, partition, phase_of, seconds_of
+from lightning_multigpu.report.rank_figures import PHASES
 
 
 @pytest.mark.parametrize(

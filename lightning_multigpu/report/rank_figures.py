@@ -18,6 +18,24 @@ from typing import NamedTuple
 
 from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures
 
+PHASES = (
+    "data_wait",
+    "device_transfer",
+    "forward",
+    "backward",
+    "communication",
+    "stage_wait",
+    "optimizer",
+    "callbacks",
+    "other",
+)
+"""In the order in which reports show them.
+
+"communication" is the exposed part of the transfers; "stage_wait" the time in which a rank of a pipeline waits for
+messages of other stages; "callbacks" the time of callbacks and hooks of the module; "other" the rest of Lightning's
+loop: results of steps, loggers, learning-rate schedulers, the progress bar.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
@@ -26,7 +44,7 @@ class RankFigures:
     Attributes:
         node: number of its host.
         steps: the number of its profiled steps.
-        phases_s: seconds of a step by phase, see :data:`~lightning_multigpu.planning.step_phases.PHASES`; where medians
+        phases_s: seconds of a step by phase, see :data:`PHASES`; where medians
             of phases add up to less than the median step, they are scaled up to it.
         callbacks_s: seconds of a step by callback, for those that take most time.
         hidden_s: time in which transfers were under way behind other phases than "communication" and "stage_wait".
@@ -38,9 +56,7 @@ class RankFigures:
         batches: batches of an optimizer step.
         data_workers: worker processes of its DataLoader; absent if unknown.
         parameters_bytes: of the parameters that it holds.
-        operators: of one step, those with the most time of their own; empty if operators were not recorded.
-        launches: the launches of that step's kernels; absent without a GPU.
-        trace: the file of torch's profiler with that step, on the rank's host.
+        launches: the launches of a step's kernels; absent without a GPU.
         reads: functions that wait for values of tensors in a step.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
         model: parts of the model; only of ``ProfilerReport(for_plan=True)``.
@@ -60,9 +76,7 @@ class RankFigures:
     batches: int = 1
     data_workers: int | None = None
     parameters_bytes: int = 0
-    operators: Sequence[OperatorTime] = ()
     launches: LaunchQueue | None = None
-    trace: str | None = None
     reads: Sequence[ReadValues] = ()
     adding_s: float = 0.0
     model: ModelFigures | None = None
@@ -155,15 +169,6 @@ class TransferSums:
     sent_bytes: float
     memory_bytes: float
     seconds: float
-
-
-class OperatorTime(NamedTuple):
-    """An operator, ``[name, calls, cpu_s, gpu_s]``: its seconds are without those of operators within it."""
-
-    name: str
-    calls: int
-    cpu_s: float
-    gpu_s: float
 
 
 @dataclass(frozen=True)

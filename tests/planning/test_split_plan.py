@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan, WholeBlocks
-from lightning_multigpu.report.split_table import summary
+from lightning_multigpu.planning.split_plan import SplitBlocks, SplitPlan
 
-BLOCKS = SplitBlocks("attention", "layers.*.(qkv, out)", 4, 8_000, 4_100, [])
+BLOCKS = SplitBlocks("attention", "layers.*.(qkv, out)", 4, 8_000, 4_100)
 
 
 def lines(ranks: Sequence[HeldBytes]) -> list[str]:
-    left = WholeBlocks("first, second", "head.(0, 2)", 1, "the loss becomes 2 instead of 1")
-    plan = SplitPlan(2, [BLOCKS], [left], HeldBytes(9_000, 9_000, 18_000), ranks)
-    return summary(plan).splitlines()
+    left = SplitBlocks("first, second", "head.(0, 2)", 1, 500, 500, "relu needs the outputs of all ranks")
+    return str(SplitPlan(2, [BLOCKS, left], HeldBytes(9_000, 9_000, 18_000), ranks)).splitlines()
 
 
 def test_parameters_and_memory_of_each_rank() -> None:
@@ -23,7 +21,7 @@ def test_parameters_and_memory_of_each_rank() -> None:
         "tensor_split over 2 ranks:",
         "  4 x attention: layers.*.(qkv, out)",
         "    parameters 8.00 kB, of a rank 4.10 kB",
-        "  whole: 1 x first, second: head.(0, 2) (the loss becomes 2 instead of 1)",
+        "  whole: 1 x first, second: head.(0, 2) (relu needs the outputs of all ranks)",
         "  one device: parameters 9.00 kB, gradients 9.00 kB, optimizer 18.0 kB, together 36.0 kB",
         "  rank 0: parameters 5.10 kB, gradients 5.10 kB, optimizer 10.2 kB, together 20.4 kB",
         "  rank 1: parameters 5.00 kB, gradients 5.00 kB, optimizer 10.0 kB, together 20.0 kB",

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
+from types import MappingProxyType
+from typing import Any
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.pipelines.pipeline_figures import PipelineFigures
-from lightning_multigpu.planning.rank_figures import CommonStep, RankFigures
-from lightning_multigpu.planning.strategy_options import StrategyOptions
+from lightning_multigpu.report.pipelines import PipelineFigures
+from lightning_multigpu.report.rank_figures import CommonStep, RankFigures
 
 SMALLEST_SHARE = 0.05
 """A smaller saving, as a share of the step, is not reported."""
@@ -47,8 +48,7 @@ def diagnose(
     ranks: Sequence[RankFigures],
     *,
     pipeline: PipelineFigures | None = None,
-    shards: Sequence[float] = (),
-    strategy: StrategyOptions = StrategyOptions(),  # noqa: B008
+    options: Mapping[str, Any] = MappingProxyType({}),
     asynchronous: bool = False,
 ) -> list[Finding]:
     """The reasons for long steps, the largest saving first.
@@ -58,8 +58,7 @@ def diagnose(
     Args:
         ranks: all ranks of the run, in order; at least one.
         pipeline: the figures of a pipeline, if the model is split into stages.
-        shards: the bytes of parameter servers' shards of the weights, in the order of the servers.
-        strategy: the run's strategy, whose options the remedies name.
+        options: all options of the run's strategy, which remedies may change.
         asynchronous: ranks do not wait for each other; the findings are the slowest rank's.
     """
     nodes = len({rank.node for rank in ranks})
@@ -69,13 +68,12 @@ def diagnose(
     found = [
         *_input(step),
         *(_straggler(step) if pipeline is None else ()),
-        *_communication(step, strategy, nodes),
+        *_communication(step, options, nodes),
         *_callbacks(step),
         *_reads(step),
         *_small_batches(step),
-        *(() if pipeline is None else _stages(step, pipeline, strategy)),
-        *_shards(step, shards, strategy),
-        *_launches(step, strategy),
+        *(() if pipeline is None else _stages(step, pipeline, options)),
+        *_launches(step),
     ]
     worth = [finding for finding in found if finding.saving_s >= SMALLEST_SHARE * step.seconds]
     return sorted(worth, key=lambda finding: -finding.saving_s)
@@ -140,8 +138,8 @@ def _straggler(step: CommonStep) -> Iterator[Finding]:
     )
 
 
-def _communication(step: CommonStep, strategy: StrategyOptions, num_nodes: int) -> Iterator[Finding]:
-    remedies = _communication_remedies(step, strategy, num_nodes)
+def _communication(step: CommonStep, options: Mapping[str, Any], num_nodes: int) -> Iterator[Finding]:
+    remedies = _communication_remedies(step, options, num_nodes)
     worth = sorted(((s, remedy) for remedy, s in remedies.items() if s >= SMALLEST_SHARE * step.seconds), reverse=True)
     if not step.exposed_s or not worth:
         return
@@ -160,7 +158,7 @@ def _communication(step: CommonStep, strategy: StrategyOptions, num_nodes: int) 
     )
 
 
-def _communication_remedies(step: CommonStep, strategy: StrategyOptions, num_nodes: int) -> dict[str, float]:
+def _communication_remedies(step: CommonStep, options: Mapping[str, Any], num_nodes: int) -> dict[str, float]:
     """The remedies as sentences without a full stop, with the seconds of a step that each saves."""
     gradients_s = step.exposed_part_s("gradients")
     per_step_s = step.exposed_s - step.exposed_part_s("activations")
@@ -169,9 +167,9 @@ def _communication_remedies(step: CommonStep, strategy: StrategyOptions, num_nod
         batches = 2 * step.first_to_wait.batches
         often = f"Communicate half as often: Trainer(accumulate_grad_batches={batches}), or batches of twice the size"
     remedies = {f"{often} (the time is for as many samples as now)": per_step_s / 2}
-    if num_nodes > 1 and (compressed := strategy.with_compression()):
+    if num_nodes > 1 and options.get("compression", "") is None and options.get("average_every", 1) == 1:
         saving_s = min(gradients_s, _BF16 * (gradients_s + step.first_to_wait.hidden_s))
-        remedies[f"Send half of the bytes between hosts: {compressed}"] = saving_s
+        remedies['Send half of the bytes between hosts: compression="bf16"'] = saving_s
     return remedies | _another_strategy(step)
 
 
@@ -229,13 +227,12 @@ def _small_batches(step: CommonStep) -> Iterator[Finding]:
     )
 
 
-def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptions) -> Iterator[Finding]:
+def _stages(step: CommonStep, pipeline: PipelineFigures, options: Mapping[str, Any]) -> Iterator[Finding]:
     most_waits = max(step.ranks, key=lambda rank: rank.of("stage_wait"))
     busiest = max(pipeline.busy_s, key=lambda rank: pipeline.busy_s[rank])
     mean_s = sum(pipeline.busy_s.values()) / len(pipeline.busy_s)
     count, wall_s = pipeline.num_micro_batches, pipeline.wall_s
     fewer = ", or fewer micro-batches" if count > 1 else ""
-    more = strategy.with_(num_micro_batches=pipeline.more_micro_batches)
     for kind, saving_s, evidence, remedy in (
         (
             "small micro-batches",
@@ -250,56 +247,28 @@ def _stages(step: CommonStep, pipeline: PipelineFigures, strategy: StrategyOptio
             wall_s - pipeline.balanced_s,
             f"the stages of rank {busiest} compute for {ms(pipeline.busy_s[busiest])} of a step, those of a rank for "
             f"{ms(mean_s)} on average.",
-            _balance(strategy),
+            _balance(options),
         ),
         (
             "pipeline bubble",
             wall_s - pipeline.with_more_s,
             f"ranks are not busy in {100 * pipeline.bubble:.0f} % of a step with {count} micro-batches.",
-            f"Cut the batch into more parts: {more}, each of one sample at least.",
+            f"Cut the batch into parts of one sample or more: num_micro_batches={pipeline.more_micro_batches}.",
         ),
     ):
         yield _finding(kind, step, most_waits.rank, saving_s, evidence, remedy, "stage_wait")
 
 
-def _balance(strategy: StrategyOptions) -> str:
+def _balance(options: Mapping[str, Any]) -> str:
     counts = "the number of layers of each stage, balance=[...]"
-    if strategy.value("split_points"):
+    if options.get("split_points"):
         return "Move split_points, so that the stages have as much work as each other."
-    if strategy.value("balance") == "time":
+    if options.get("balance") == "time":
         return f'balance="time" cannot divide a layer: cut the largest layers into smaller ones, or pass {counts}.'
-    return f"Let the measured time of the layers decide: {strategy.with_(balance='time')}, or pass {counts}."
+    return f'Let the measured time of the layers decide: balance="time", or pass {counts}.'
 
 
-def _shards(step: CommonStep, shards: Sequence[float], strategy: StrategyOptions) -> Iterator[Finding]:
-    """Ranks wait for the busiest server; even shares shorten that wait in proportion."""
-    if len(shards) < 2 or not sum(shards):
-        return
-    fullest = max(range(len(shards)), key=shards.__getitem__)
-    part = shards[fullest] / sum(shards)
-    times = part * len(shards)
-    yield _finding(
-        "imbalance of shards",
-        step,
-        step.first_to_wait.rank,
-        max(0.0, step.exposed_s * (1 - 1 / times)),
-        f"server {fullest} moves {100 * part:.0f} % of the bytes, {times:.2f} times its share; {step.who_waits} "
-        f"{ms(step.exposed_s)} of a step of {ms(step.seconds)} for servers and other ranks.",
-        _even_shards(strategy, len(shards)),
-        "communication",
-    )
-
-
-def _even_shards(strategy: StrategyOptions, num_servers: int) -> str:
-    elementwise = "an optimizer of torch that updates each element by itself (SGD, Adam, AdamW)"
-    fewer = "name fewer servers" if "servers" in strategy.chosen else strategy.with_(num_servers=num_servers - 1)
-    return (
-        f"Use {elementwise}: its parameters are cut evenly. With another one, make the largest layer smaller, or take "
-        f"fewer servers: {fewer}."
-    )
-
-
-def _launches(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
+def _launches(step: CommonStep) -> Iterator[Finding]:
     """With a host that is ahead of its GPU, a step's computation takes as long as its kernels."""
 
     def idle_s(rank: RankFigures) -> float:
@@ -310,10 +279,6 @@ def _launches(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
     waiting = max(step.ranks, key=idle_s)
     if waiting.launches is None or not idle_s(waiting):
         return
-    is_dp = strategy.class_name == "DataParallelStrategy"  # which copies the module, and cannot copy compiled layers
-    compiled = (
-        ', or launch less: compile each layer in place, layer.compile(), with mode="reduce-overhead" for CUDA graphs.'
-    )
     yield _finding(
         "launch-bound",
         step,
@@ -322,6 +287,7 @@ def _launches(step: CommonStep, strategy: StrategyOptions) -> Iterator[Finding]:
         f"the GPU of rank {waiting.rank} is busy for {ms(waiting.launches.busy_s)} of a step of "
         f"{ms(waiting.step_s)}: the host launches {waiting.launches.kernels} kernels and is not ahead of the GPU, "
         f"in whose queue {waiting.launches.queued} kernels wait at a launch (median).",
-        "Use larger batches" + (', or strategy="ring_ddp" with compiled layers.' if is_dp else compiled),
+        "Use larger batches, or (not under dp, which copies the module) launch less: compile each layer in place, "
+        'layer.compile(), with mode="reduce-overhead" for CUDA graphs.',
         *_COMPUTING,
     )

@@ -1,23 +1,23 @@
-"""One step under torch's profiler: its trace for Perfetto, its operators, its kernels, and its reads of values."""
+"""Steps under torch's profiler: the launches of kernels, and reads of values."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_multigpu.planning.rank_figures import LaunchQueue, OperatorTime, ReadValues
+from lightning_multigpu.report.rank_figures import LaunchQueue, ReadValues
 
-_MOST_OPERATORS = 12
 _MOST_LINES = 5
 _LAUNCHING = ("cuda_runtime", "cuda_driver", "cpu_op")
 _READ = "aten::_local_scalar_dense"
@@ -47,19 +47,16 @@ def traced(read: Callable[[profile], None], *, with_stack: bool) -> Iterator[Non
             recorded.profiler = None
 
 
-def operators_of(recorded: profile) -> list[OperatorTime]:
-    """The 12 operators that take the most time by themselves."""
-    found = [
-        OperatorTime(each.key, each.count, each.self_cpu_time_total / 1e6, each.self_device_time_total / 1e6)
-        for each in recorded.key_averages()
-    ]
-    return sorted(found, key=lambda operator: -max(operator[2:]))[:_MOST_OPERATORS]
-
-
-def launches_of(trace: Path) -> LaunchQueue | None:
-    """The queue of a GPU's kernels in a trace, by the numbers that a launch and its kernels have in common."""
-    with gzip.open(trace, "rt") as file:
-        written: list[dict[str, Any]] = json.load(file)["traceEvents"]
+def launches_of(recorded: profile) -> LaunchQueue | None:
+    """The queue of a GPU's kernels, by the numbers that a launch and its kernels have in common; None without room."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        try:
+            recorded.export_chrome_trace(str(path))
+            written: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
+        except (OSError, ValueError) as error:  # training goes on: no room, or half a file
+            rank_zero_warn(f"the kernels of a step were not counted: {error}")
+            return None
     numbered = [event for event in written if event.get("ph") == "X" and "correlation" in event.get("args", {})]
     launched_us = {
         event["args"]["correlation"]: event["ts"]

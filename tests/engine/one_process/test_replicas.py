@@ -1,7 +1,8 @@
-"""Replicas of a module: what they share with it, and what is their own."""
+"""Replicas of a module: what they share with it, what is their own, their threads, and the sum of their gradients."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from functools import partial
@@ -10,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_multigpu.engine.one_process.joint_loss import JointLoss
-from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas, parameters_of
+from lightning_multigpu.engine.one_process.joint_loss import JointLoss, summed
+from lightning_multigpu.engine.one_process.module_replicas import ModuleReplicas
 from lightning_multigpu.engine.one_process.replica_threads import ReplicaThreads
 
 CPUS = [torch.device("cpu")] * 3
@@ -97,7 +98,8 @@ def test_copies_of_parameters_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
         assert own.requires_grad == of_module.requires_grad
     with closing(ReplicaThreads(CPUS)) as threads:
         losses = threads.run(list(map(partial, replicas, x.split(2))), "step")
-        JointLoss(losses, [1 / 3] * 3, parameters_of(replicas), threads, nullcontext).value().backward()
+        trained = [[parameter for parameter in replica.parameters() if parameter.requires_grad] for replica in replicas]
+        JointLoss(losses, [1 / 3] * 3, trained, threads, nullcontext).value().backward()
     for name, parameter in module.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
 
@@ -122,3 +124,36 @@ def test_what_cannot_be_copied_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=f"^{problem}"):
             ModuleReplicas(nn.Sequential(nn.Linear(2, 2), part), CPUS)
+
+
+def test_gradients_that_share_memory_are_not_changed_in_place() -> None:
+    """autograd gives ``p`` and ``q`` of ``p + q`` the same gradient, and that of a sum is one number, expanded."""
+    parameters = [torch.zeros(3) for _ in range(4)]
+    shared, expanded, own = torch.ones(3), torch.ones(1).expand(3), torch.ones(3)
+    found = [[shared, shared, expanded, own], [torch.full((3,), float(n)) for n in (1, 2, 3, 4)]]
+    sums = summed(found, parameters)
+    assert [each.tolist() for each in sums if each is not None] == [[n + 1.0] * 3 for n in (1, 2, 3, 4)]
+
+
+def test_parameters_that_only_some_replicas_use() -> None:
+    gradient = torch.ones(2)
+    sums = summed([[None, None], [gradient, None]], [torch.zeros(2)] * 2)
+    assert sums[0] is gradient
+    assert sums[1] is None
+
+
+def test_ctrl_c_waits_for_the_calls_of_the_threads() -> None:
+    ended: list[int] = []
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    def call() -> None:
+        time.sleep(0.05)
+        ended.append(1)
+
+    with closing(ReplicaThreads(CPUS)) as threads:
+        with pytest.raises(KeyboardInterrupt):
+            threads.run([interrupted, call, call], "training_step")
+        assert len(ended) == 2
+        assert threads.run([int, int, int], "training_step") == [0] * 3
