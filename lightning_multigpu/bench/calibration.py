@@ -218,6 +218,8 @@ def costs(
 def solved(rows: Sequence[tuple[Prediction, float]], fields: Sequence[str]) -> dict[str, float]:
     """The seconds of each count, 0 or more, that explain what steps take beyond their prediction without them.
 
+    Where noise leaves nothing for transfers, they take as long as the formula has it.
+
     Args:
         rows: predictions, and the measured seconds.
         fields: those of :class:`.ReferenceCost` to find.
@@ -231,7 +233,7 @@ def solved(rows: Sequence[tuple[Prediction, float]], fields: Sequence[str]) -> d
         found = dict(zip(left, solution[:, 0].tolist(), strict=True))
         least = min(found, key=lambda each: found[each])
         if found[least] >= 0 or len(left) == 1:
-            return {each: max(0.0, found.get(each, 0.0)) for each in fields}
+            return {each: max(0.0, found.get(each, float(each == "scale"))) for each in fields}
         del left[least]
 
 

@@ -75,16 +75,15 @@ def test_costs_are_found_again(
         assert getattr(found, name) == pytest.approx(value, rel=1e-6, abs=1e-9), name
 
 
-def test_a_cost_is_never_negative() -> None:
-    """Where noise makes the deep model faster than the tiny one, no tensor gives time back."""
+@pytest.mark.parametrize(("extra", "scale_at_least"), [((5e-3, 4e-3, 40e-3), 0.5), ((5e-3, 4e-3, -2e-3), 1.0)])
+def test_a_cost_is_never_negative(extra: tuple[float, ...], scale_at_least: float) -> None:
+    """Where noise makes the deep model faster than the tiny one, no tensor gives time back; no transfer is free."""
     steps = {(name, NO_COMMUNICATION): seconds for name, seconds in ALONE.items()}
-    steps |= {
-        (name, "ring_ddp"): ALONE[name] + extra for name, extra in (("tiny", 5e-3), ("deep", 4e-3), ("large", 40e-3))
-    }
+    steps |= {(name, "ring_ddp"): ALONE[name] + more for name, more in zip(ALONE, extra, strict=True)}
     [found] = calibration.costs(machine(HOSTS), HOSTS, steps, ["ring_ddp"], 512, 64)
     assert found.tensor_s == 0
-    assert found.fixed_s == pytest.approx(4e-3, rel=0.15)
-    assert found.scale > 0
+    assert 0 <= found.fixed_s < 5e-3
+    assert found.scale >= scale_at_least
 
 
 def row(label: str, step_s: float) -> StrategyResult:

@@ -37,14 +37,6 @@ def test_what_is_outside_of_the_chain_counts_where_it_runs() -> None:
     assert found.time_s(1, 2, 6) == 4
 
 
-def test_the_slowest_rank_counts_and_not_the_slowest_stage() -> None:
-    found = costs(timed(0, 1, 8, 1, 1, 1, 1, 4, 3, 0), schedule="interleaved", stages_per_rank=2)
-    loads = [0.0, 0.0]
-    for stage, bound in enumerate(found.bounds("time")):
-        loads[stage % 2] += found.time_s(stage, *bound)
-    assert loads == [10, 10]
-
-
 def test_memory_counts_the_micro_batches_in_flight() -> None:
     parts = [PartCost(), *(PartCost(0.0, 0.0, 0, 100) for _ in range(6)), PartCost()]
     assert costs(parts).bounds("memory") == [(0, 3), (3, 6)]

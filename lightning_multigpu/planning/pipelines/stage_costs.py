@@ -114,9 +114,9 @@ class StageCosts:
         return max(part.recomputed_bytes for part in self.parts[1 + start : 1 + stop])
 
     def bounds(self, balance: MeasuredBalance) -> Bounds:
-        """The split that minimises the cost of the most expensive rank."""
+        """The split that minimises the cost of the most expensive stage."""
         cost = self.time_s if balance == "time" else self.memory_bytes
-        return cheapest_bounds(cost, self.num_layers, self.num_stages, num_ranks=self.num_ranks)
+        return cheapest_bounds(cost, self.num_layers, self.num_stages)
 
     def step_s(self, bounds: Bounds) -> float:
         """Predicted seconds of a batch, forward and backward, without messages and the optimizer."""
