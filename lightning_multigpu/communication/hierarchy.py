@@ -109,7 +109,7 @@ class HierarchicalAllReduce:
         between = compressed or ring
         begin: Callable[..., Any] = ring.begin if compressed is None else partial(compressed.begin, key=key)
         if inside is None:
-            return Plan(SentBytes(between.sent_bytes(tensor), 0), lambda: begin(tensor, average=average).finish)
+            return Plan(SentBytes(between.sent_bytes(tensor), 0), lambda: begin(tensor, average=average))
         flat = tensor.detach().view(-1)
         bounds = chunk_bounds(flat.numel(), inside.world_size)
         start, end = bounds[inside.rank]
@@ -117,7 +117,7 @@ class HierarchicalAllReduce:
         def reduce() -> None:
             shard = inside.reduce_scatter(flat, average=average, bounds=bounds)
             if shard.numel():
-                begin(shard, average=average).finish()
+                begin(shard, average=average)()
             inside.all_gather(flat, bounds=bounds)
 
         # Memory: its values of the others' shards, and the sums of its own shard.
@@ -154,13 +154,13 @@ class HierarchicalAllReduce:
         if self.inside is not None:
             self.inside.reduce_scatter(flat, average=average, bounds=inside)
         if self._ring is not None:
-            self._ring.begin(flat[shard], average=average, phases=REDUCE, bounds=between).finish()
+            self._ring.begin(flat[shard], average=average, phases=REDUCE, bounds=between)()
 
     def all_gather(self, flat: Tensor, bounds: Bounds) -> None:
         """Fills ``flat`` with the part of every rank; ``bounds`` as for :meth:`reduce_scatter`. Raises as a call."""
         inside, between, shard = self._parts(bounds)
         if self._ring is not None:
-            self._ring.begin(flat[shard], phases=GATHER, bounds=between).finish()
+            self._ring.begin(flat[shard], phases=GATHER, bounds=between)()
         if self.inside is not None:
             self.inside.all_gather(flat, bounds=inside)
 

@@ -21,7 +21,7 @@ Parallel and Distributed Computing 69 (2009), section 4.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -147,7 +147,7 @@ class RingAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
             RuntimeError: a neighbour has ended, or the group's timeout has passed.
         """
-        return self.begin(tensor, average=average).finish()
+        return self.begin(tensor, average=average)()
 
     def begin(
         self,
@@ -156,8 +156,8 @@ class RingAllReduce:
         average: bool = False,
         phases: Collection[Phase] = REDUCE + GATHER,
         bounds: Sequence[tuple[int, int]] | None = None,
-    ) -> PendingRing:
-        """As a call, but returns when the first segments are being sent; ``finish()`` of the result does the rest.
+    ) -> Callable[[], Tensor]:
+        """As a call, but returns when the first segments are being sent; the result does the rest.
 
         One more tensor may begin before the earlier one is finished, so that the network is not idle between the two.
         Tensors must be finished in the order in which they began.
@@ -173,10 +173,10 @@ class RingAllReduce:
             bounds = chunk_bounds(tensor.numel(), self.world_size)
         else:
             bounds = [bounds[(chunk - 1) % self.world_size] for chunk in range(self.world_size)]
-        return PendingRing(self, tensor, average, self._tag, phases, bounds)
+        return _PendingRing(self, tensor, average, self._tag, phases, bounds).finish
 
 
-class PendingRing:
+class _PendingRing:
     """A tensor that is being reduced."""
 
     def __init__(

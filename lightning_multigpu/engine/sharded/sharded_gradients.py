@@ -25,7 +25,6 @@ from torch.nn import Module, Parameter
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.owner_parts import MOST, Bucket, OwnerParts, split
 from lightning_multigpu.engine.data_parallel.trained_parameters import unused_error
-from lightning_multigpu.placement.gradient_kinds import ABSENT, SPARSE, kind_of
 from lightning_multigpu.placement.owned_step import call_on_gradient
 
 
@@ -142,14 +141,14 @@ class ShardedGradients:
             self._num_sent += 1
 
     def _send_agreed(self) -> None:
-        """Sends the gradients that any rank has; a rank without one sends zeros."""
-        kinds = torch.tensor([kind_of(parameter.grad) for parameter in self._order], dtype=torch.int32)
+        """Sends the gradients that any rank has; a rank without one sends zeros. A sum is dense if one of them is."""
+        kinds = torch.tensor([0 if p.grad is None else 1 if p.grad.is_sparse else 2 for p in self._order])
         for parameter, kind in zip(self._order, self._group.all_reduce(kinds, "max").tolist(), strict=True):
-            if kind == ABSENT:
+            if kind == 0:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if kind == SPARSE:
+            if kind == 1:
                 self._sparse.add(parameter)
             self._send(parameter)
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts, PipelinePlan
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost, PipelinePlan
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 
