@@ -49,7 +49,6 @@ from lightning_multigpu.planning.scaling.step_model import (
     Candidate,
     Counts,
     Prediction,
-    compressed_name,
     predict,
 )
 
@@ -145,7 +144,7 @@ def with_references(hosts: HostAgents, device_type: str, machine: Machine, world
     }
     subjects["large"] = Subject("large", partial(BenchMLP, width=width, num_layers=_LARGE_LAYERS), batch_size)
     names = [name for name in (*_DATA_PARALLEL, *_ON_ONE_HOST) if world.nodes == 1 or name not in _ON_ONE_HOST]
-    names += [compressed_name("ring_ddp", each) for each in RATIOS if world.nodes > 1]
+    names += [f"ring_ddp:compression={each}" for each in RATIOS if world.nodes > 1]
     every = [Contender(NO_COMMUNICATION), *map(contender, names)]
     split = contender("tensor_split")
     steps: dict[tuple[str, str], float] = {}

@@ -245,7 +245,7 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     named, ratio, every = name, 1.0, int(options.get("average_every", 1))
     if n > 1 and (compression := options.get("compression")):
         compression = compression["name"] if isinstance(compression, Mapping) else compression
-        named, ratio = compressed_name(name, compression), RATIOS.get(compression, 0.0)
+        named, ratio = f"{name}:compression={compression}", RATIOS.get(compression, 0.0)
         if not any(each.strategy == named for each in machine.references):
             raise ImpossibleError(f"compression={compression!r} is not calibrated on {machine.name}")
 
@@ -367,11 +367,6 @@ def buckets_of(gradients: Sequence[tuple[int, float]], bucket_bytes: float) -> l
             buckets.append((filled, share))
             filled = 0.0
     return buckets
-
-
-def compressed_name(name: str, compression: str) -> str:
-    """The name of a strategy's reference cost with a compression."""
-    return f"{name}:compression={compression}"
 
 
 def largest_shard(sizes: Sequence[int], num_ranks: int) -> int:
