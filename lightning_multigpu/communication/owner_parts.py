@@ -12,11 +12,13 @@ Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trill
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -26,6 +28,7 @@ from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, Se
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.records import Transfer
 
+_END_S = 5.0
 MOST = 8
 """A bucket has at most so many times the bytes that it has to have of each rank, where it has too few of one rank."""
 
@@ -62,7 +65,11 @@ class OwnerParts:
     def __init__(self, group: MeteredGroup, all_reduce: HierarchicalAllReduce | None) -> None:
         self._group, self._all_reduce = group, all_reduce
         self._order = [*range(group.size)] if all_reduce is None else all_reduce.order
-        self._thread = None if all_reduce is None else ThreadPoolExecutor(1, "owner-parts")
+        self._jobs: SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = SimpleQueue()
+        # A daemon: Gloo may leave a thread waiting for a transfer that its connection's end has cut short.
+        self._thread = threading.Thread(target=self._work, name="owner-parts", daemon=True)
+        if all_reduce is not None:
+            self._thread.start()
 
     def bucket(self, tensors: Sequence[Tensor], owners: Mapping[Tensor, int]) -> Bucket:
         """Arranges tensors by their owners, ranks of the group."""
@@ -102,17 +109,25 @@ class OwnerParts:
         self, operation: str, flat: Tensor, sent: SentBytes, move: Callable[[Tensor], object], part: slice
     ) -> Callable[[], Tensor]:
         """Has this object's thread move a tensor in the host's memory, of which a part is kept."""
-        assert self._thread is not None
-        device, size_bytes = flat.device, flat.nbytes
-        transfer = self._group.begin(operation, size_bytes, sent_bytes=sum(sent), memory_bytes=sent.memory)
+        transfer = self._group.begin(operation, flat.nbytes, sent_bytes=sum(sent), memory_bytes=sent.memory)
+        moved, device, host = Future[Tensor](), flat.device, flat.cpu()
 
-        def work(host: Tensor) -> Tensor:
+        def work() -> Tensor:
             with transfer:
                 move(host)
             return host if part == slice(None) else host[part].clone()  # the rest is freed
 
-        moved = self._thread.submit(work, flat.cpu())
+        self._jobs.put((moved, work))
         return lambda: moved.result().to(device)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            moved, work = job
+            try:
+                moved.set_result(work())
+            except BaseException as error:
+                moved.set_exception(error)
+            del job, work  # and the memory of the tensor
 
     def _by_back_end(self, operation: str, bucket: Bucket, flat: Tensor) -> Callable[[], Tensor]:
         works: list[tuple[Any, Transfer]] = []
@@ -141,7 +156,7 @@ class OwnerParts:
 
     def close(self) -> None:
         """Ends the thread, and frees what ranks of a host share."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
         if self._all_reduce is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout=_END_S)
             self._all_reduce.close()
