@@ -195,12 +195,12 @@ class Preparation:
             parts |= of_rank
         optimizers = model.module.trainer.optimizers
         first, last = model.ownership.at_ends()
+        before, after = (held_bytes(own, optimizers).total for own in (first, last))
         return StageCosts(
             [parts.get(part, PartCost()) for part in range(len(model.chain) + 2)],
-            model.chain.training_bytes(optimizers),
+            [before, *model.chain.training_bytes(optimizers), after],
             schedule=self._options.schedule,
             num_ranks=model.group.num_ranks,
             stages_per_rank=self._options.num_stages_of_rank,
             num_micro_batches=len(batch.parts),
-            end_bytes=(held_bytes(first, optimizers).total, held_bytes(last, optimizers).total),
         )

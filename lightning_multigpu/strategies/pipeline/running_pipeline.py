@@ -44,7 +44,7 @@ from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRec
 from lightning_multigpu.strategies.pipeline.clipping import StageClipping
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.preparation import Preparation
-from lightning_multigpu.strategies.pipeline.proof import LossForms
+from lightning_multigpu.strategies.pipeline.proof import form_of
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss
@@ -101,7 +101,7 @@ class RunningPipeline:
         self.recompute = layers_of(chain.name, chain.named_layers(), self.options.activation_checkpointing)
         self.runner = self.new_runner(self.recorder)
         self._preparation = Preparation(self)
-        self._loss_forms = LossForms()
+        self._loss_form: set[Any] = set()  # of all losses so far: a new term is proved
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
 
@@ -211,7 +211,9 @@ class RunningPipeline:
             batch.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
             loss = loss.get("loss")
         if micro_batch == 0 and self.options.verify_steps and isinstance(loss, Tensor):
-            batch.has_new_term = self._loss_forms.is_new(loss)
+            form = form_of(loss)
+            batch.has_new_term = bool(self._loss_form) and not form <= self._loss_form
+            self._loss_form |= form
         return loss
 
     def _share_outputs(self, batch: TrainingBatch) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class PipelineStrategy(MultiGPUStrategy):
             samples makes fewer.
         stages_per_rank: stages of each rank under "interleaved" and "zero_bubble", by default 2.
         balance: distribution of the layers over the stages. "parameters" evens out the bytes of the parameters;
-            "time" minimises the time of the slowest rank, messages included; "memory" minimises the largest per-rank
-            memory: parameters, gradients, optimizer states, and the activations of as many micro-batches as the
+            "time" minimises the time of the slowest stage; "memory" minimises the largest memory of a
+            stage: parameters, gradients, optimizer states, and the activations of as many micro-batches as the
             schedule has in memory. "time" and "memory" measure the layers on the first batch. A list gives the number
             of layers of each stage. Modules before the layers count for the first stage, modules after them for the
             last stage.
