@@ -199,6 +199,18 @@ def test_layers_are_as_before_afterwards() -> None:
         stage.run((0, 2), lambda: residual(module, x), None)
     assert not any({"forward", "_compiled_call_impl"} & set(vars(layer)) for layer in module.layers)
     assert plain(module, x) == expected
+    # Layers are wired once, and again where their forward is another in a later step.
+    module.layers[1].forward = lambda y, mask: (y * mask, y.sum())  # type: ignore[method-assign,assignment]
+
+    def by_forward() -> Tensor:
+        y = module.embedding(x)
+        for layer in module.layers:
+            y, _ = layer.forward(y, mask=torch.ones(()))
+        return module.head(y).sum()  # type: ignore[no-any-return]
+
+    again = by_forward()
+    with stage.installed():
+        assert stage.run((0, 4), by_forward, None)[1] == again != expected
 
 
 def linears(*sizes: int, bias: bool = True) -> nn.Sequential:
