@@ -39,12 +39,11 @@ from lightning_multigpu.bench.strategies.models import BenchGPT, BenchMLP, Subje
 from lightning_multigpu.bench.strategies.strategy_rank import StrategyPlan
 from lightning_multigpu.bench.strategies.strategy_run import StrategyRun, take_turns
 from lightning_multigpu.commands.calibrate import read
-from lightning_multigpu.commands.plans.measured_model import measured_model
+from lightning_multigpu.commands.plans.measured_model import PlannedModule, measured_model
 from lightning_multigpu.commands.plans.scaling_cli import strategy_of
-from lightning_multigpu.commands.plans.short_run import PlannedModule
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.training_memory import SavedActivations, measured_bytes
-from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.machine import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.step_model import Candidate, ImpossibleError, predict
 
@@ -132,13 +131,13 @@ def _one_model(
     cases: list[dict[str, Any]] = []
     for bandwidth, world in worlds:
         begin_s = time.monotonic()
-        profile = _profile(name, [world])
+        profile = _profile(name, world)
         own = _predicted(profile, machines[bandwidth], bandwidth, world)
         cases += own
         path.write_text(json.dumps(cases, indent=1))
         rows = _measured_apart(name, bandwidth, world, options)
         machine = machines[bandwidth]
-        pace = rows[NO_COMMUNICATION]["mean_s"] / (profile.phases.step_s * machine.slowdown_of(machine.crowd(world)))
+        pace = rows[NO_COMMUNICATION]["mean_s"] / profile.phases_of(machine.crowd(world)).step_s
         again = _predicted(_at_pace(profile, pace), machine, bandwidth, world)
         for case, paced in zip(own, again, strict=True):
             case["measured"], case["paced_s"] = rows[case["strategy"]], paced.get("step_s")
@@ -188,7 +187,7 @@ class _Data(pl.LightningDataModule):
         return repeated(self._batch, self._batch_size, 1000, 1)
 
 
-def _profile(name: str, worlds: list[World]) -> ModelProfile:
+def _profile(name: str, world: World) -> ModelProfile:
     make, batch_size = MODELS[name]
     module = make()
     subject = PlannedModule(
@@ -198,7 +197,7 @@ def _profile(name: str, worlds: list[World]) -> ModelProfile:
         callbacks=[],
         device=torch.device("cpu"),
     )
-    return measured_model(subject, sorted({world.size for world in worlds}))
+    return measured_model(subject, [world.size], [world.size])
 
 
 def _predicted(profile: ModelProfile, machine: Machine, bandwidth: str, world: World) -> list[dict[str, Any]]:

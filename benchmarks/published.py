@@ -7,26 +7,16 @@ Nothing is measured and nothing is fitted. What a publication does not state is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, bubble, theoretical
-from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s, servers_s
-from lightning_multigpu.planning.scaling.machine_model import Machine, World
-from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
-from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, PresetModel, even_gradients, moved, profile_of
+from lightning_multigpu.planning.pipelines.timeline import bubble, theoretical
+from lightning_multigpu.planning.scaling.machine import Link, World, ring_all_reduce_s, servers_s
+from lightning_multigpu.planning.scaling.presets import MODELS, NODES, TOKENS, Node, computed
 from lightning_multigpu.planning.scaling.step_model import Candidate, Prediction, one_device, predict
 
-_P100 = Machine(
-    name="4 P100", device_type="cuda", devices=4, flops_per_s={"float32": 9.3e12}, memory_bytes_per_s=732e9,
-    inside=Link(5e-6, 1 / 16e9),
-).with_link(25)  # fmt: skip
-_DGX2 = Machine(
-    name="DGX-2H", device_type="cuda", devices=16, flops_per_s={"float16": 130e12}, memory_bytes_per_s=900e9,
-    inside=Link(5e-6, 2 / 300e9),
-)  # fmt: skip
-_V100 = replace(_DGX2, name="8 V100", devices=8, flops_per_s={"float32": 15.7e12}).with_link(100)
+_P100 = Node(4, 16 * 10**9, 9.3e12, 732e9, 32e9, 25)
+_V100 = Node(8, 32 * 10**9, 15.7e12, 900e9, 300e9, 100)
 _IMAGES = {
     "Inception V3": (27.2e6, 5.71e9), "ResNet-101": (44.5e6, 7.80e9), "VGG-16": (138.4e6, 15.47e9),
     "ResNet-50": (25.6e6, 4.09e9),
@@ -47,7 +37,6 @@ class Row(NamedTuple):
 def rows() -> Iterator[Row]:
     """All comparisons."""
     yield from _data_parallel()
-    yield from _tensor_split()
     yield from _pipelines()
     yield from _memory_and_servers()
     yield from _computation()
@@ -65,38 +54,11 @@ def _data_parallel() -> Iterator[Row]:
     yield Row("PyTorch DDP, ResNet-50, 256 GPUs: efficiency", None, 100 * found.efficiency(one), "%", inputs)
 
 
-def _ring(name: str, machine: Machine, world: World, bucket_mb: int) -> tuple[Prediction, Prediction]:
+def _ring(name: str, node: Node, world: World, bucket_mb: int) -> tuple[Prediction, Prediction]:
     parameters, multiply_adds = _IMAGES[name]
-    profile = moved(_profile(parameters, (4, 4, 8), 64, 64 * 3 * 2 * multiply_adds), machine)
+    profile, machine = computed("", parameters, (4, 4, 8), 64, 64 * 3 * 2 * multiply_adds, node), node.machine(name)
     candidate = Candidate("ring_ddp", {"bucket_cap_mb": bucket_mb})
     return predict(profile, machine, candidate, world), one_device(profile, machine)
-
-
-def _profile(parameters: float, bytes_: Sequence[int], samples: int, flops: float) -> ModelProfile:
-    held = HeldBytes(*(round(parameters) * each for each in bytes_))
-    return ModelProfile(
-        name="", samples=samples, parameters=round(parameters), held=held, activations_bytes=0, flops=flops,
-        gradients=even_gradients(held.gradients_bytes), phases=Phases(forward_s=1 / 3, backward_s=2 / 3),
-    )  # fmt: skip
-
-
-def _tensor_split() -> Iterator[Row]:
-    inputs = (
-        "DGX-2H (130 TFLOP/s at the 48 % that they state, NVSwitch 300 GB/s), 8 x 1,024 tokens; layers and widths of "
-    )
-    inputs += "arXiv:1909.08053"
-    sizes = {1: (1.2e9, 40, 1536, 16), 2: (2.5e9, 54, 1920, 20), 4: (4.2e9, 64, 2304, 24), 8: (8.3e9, 72, 3072, 32)}
-    rates = {}
-    for ranks, (parameters, layers, width, heads) in sizes.items():
-        model = PresetModel(parameters, layers, width, heads, samples=8, sequence=1024)
-        profile = moved(profile_of("GPT-2", model, [ranks]), _DGX2, utilisation=0.48)
-        name = "one_device" if ranks == 1 else "tensor_split"
-        step_s = predict(profile, _DGX2, Candidate(name), World(1, ranks)).step_s
-        rates[ranks] = profile.flops / step_s / ranks
-    for ranks, published in ((2, 90.7), (4, 86.5), (8, 79.6)):
-        planned = 100 * rates[ranks] / rates[1]
-        yield Row(f"Megatron-LM 1.0, layers split over {ranks}: weak scaling", published, planned, "%", inputs)
-        inputs = "as above"
 
 
 def _pipelines() -> Iterator[Row]:
@@ -115,8 +77,8 @@ def _pipelines() -> Iterator[Row]:
 
 
 def _memory_and_servers() -> Iterator[Row]:
-    machine = MACHINES["a100_400gbit"]
-    profile = moved(_profile(7.5e9, (2, 2, 12), 1, 1.0), machine)
+    node = NODES["a100_400gbit"]
+    machine, profile = node.machine("a100"), computed("", 7.5e9, (2, 2, 12), 1, 1.0, node)
     one, what = profile.held, "ZeRO, 7.5B parameters, 64 GPUs"
     states = (one.parameters_bytes + one.gradients_bytes + one.optimizer_bytes / 64) / 1e9
     yield Row(f"{what}: optimizer states sharded", 31.4, states, "GB", "4 + 12/64 bytes a parameter")
@@ -126,9 +88,9 @@ def _memory_and_servers() -> Iterator[Row]:
     ):
         held = predict(profile, machine, Candidate(name), World(8, 8)).memory.total / 1e9
         yield Row(f"{what}: {name}", published, held, "GB", inputs)
-    size, link, n = 1e9, Link(0.0, 8e-9 / 100), 32
-    optimum_s = {k: 2 * n * (n - 1) * size / ((n * n + k * n - 2 * k) * link.bytes_per_s) for k in (0, n)}
-    planned = 1e3 * servers_s(n, 1, size, n, Link(0.0, 0.0), link)
+    size, link, n = 1e9, Link.straight(0.0, 8e-9 / 100), 32
+    optimum_s = {k: 2 * n * (n - 1) * size / ((n * n + k * n - 2 * k) * 12.5e9) for k in (0, n)}
+    planned = 1e3 * servers_s(World(n, 1), size, n, link, link)
     inputs = "t = 2n(n-1)M / [(n^2+kn-2k)B] with k = 0, n = 32 hosts, M = 1 GB, B = 100 Gbit/s; a server on each host"
     yield Row("BytePS's optimum, servers on the workers' hosts", 1e3 * optimum_s[0], planned, "ms", inputs)
     gain = 100 * (ring_all_reduce_s(n, size, link) / optimum_s[n] - 1)
@@ -141,7 +103,7 @@ def _memory_and_servers() -> Iterator[Row]:
 def _computation() -> Iterator[Row]:
     planned = 3072 * 312e12 * 0.5 / 1e15
     yield Row("Megatron-LM, 3,072 A100: PFLOP/s", 502, planned, "PFLOP/s", "the usual 50 %; 502 is 52.4 % of the peak")
-    seconds = profile_of("", MODELS["gpt3_175b"], samples=1536).flops / (1024 * 312e12 * 0.5)
+    seconds = 6 * MODELS["gpt3_175b"].parameters * TOKENS * 1536 / (1024 * 312e12 * 0.5)
     inputs = "batch of 1,536 x 2,048, 50 %; no forward pass twice, no bubble, no communication (they state 44 %)"
     yield Row("Megatron-LM, GPT-3 175B, 1,024 A100: step", 32, seconds, "s", inputs)
 

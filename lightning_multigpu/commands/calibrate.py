@@ -1,6 +1,6 @@
 """``lightning-multigpu calibrate``: measures this machine, or the hosts of a job, for ``plan``.
 
-It writes ``machine.json``: the fields of :class:`~lightning_multigpu.planning.scaling.machine_model.Machine` and
+It writes ``machine.json``: the fields of :class:`~lightning_multigpu.planning.scaling.machine.Machine` and
 "schema_version". What an earlier file has of other numbers of hosts and devices stays, if it is of the same machine.
 """
 
@@ -20,20 +20,14 @@ from lightning_multigpu.bench.jobs.placement import placement
 from lightning_multigpu.commands.benches.bench_options import check_device
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, number
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.machine_model import (
-    QUIET,
-    SCHEMA_VERSION,
-    Machine,
-    World,
-    differences,
-)
+from lightning_multigpu.planning.scaling.machine import QUIET, SCHEMA_VERSION, Machine, World, differences
 from lightning_multigpu.report.schema import from_json
 from lightning_multigpu.report.terminal import columns
 
 FILE_NAME = "machine.json"
 _DESCRIPTION = f"""\
-Measure this machine for '{PROGRAM} plan', in about a minute: kernels with 1 to N ranks at once, collectives by
-size, and steps of two reference models under each strategy.
+Measure this machine for '{PROGRAM} plan', in about a minute: collectives by size, and steps of three
+reference models under each strategy.
 
 For several hosts start it on each of them by torchrun or srun, by '{PROGRAM} emulate', or with MASTER_ADDR and
 NODE_RANK. Run it once on one host, and once on several: the file keeps both.
@@ -107,7 +101,7 @@ def _known(path: Path, device_type: str) -> Machine:
         except ValueError as error:
             print(f"{error}; it is replaced", file=sys.stderr)
             return now
-        if not differences(before, identity(now)):
+        if not differences(before, now):
             return before
         print(f"{path} is of another machine or version, and is replaced", file=sys.stderr)
     return now
@@ -134,11 +128,6 @@ def this_machine(device_type: str) -> Machine:
     )
 
 
-def identity(machine: Machine) -> dict[str, str]:
-    """The fields that a file of this machine has to have."""
-    return {"processor": machine.processor, "device_type": machine.device_type, **machine.versions}
-
-
 def _measured(machine: Machine, devices: int | None, options: argparse.Namespace) -> Machine:
     from lightning_multigpu.bench.calibration import RANK_MODULES, calibrated
     from lightning_multigpu.bench.jobs.host_agents import HostAgents
@@ -158,26 +147,14 @@ def lines(machine: Machine) -> Iterator[str]:
     for world, share in machine.disturbed.items():
         busy = "warning: these times may be wrong, calibrate again on a quiet machine: " if share > QUIET else ""
         yield f"{busy}other processes took {100 * share:.0f} % of the processors while {world} was measured"
-    rates = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {dtype}" for dtype, rate in machine.flops_per_s.items())
-    memory = f"memory {machine.memory_bytes_per_s / 1e9:.1f} GB/s"
-    yield f"{machine.processor}, {machine.devices} devices: {rates}; {memory}"
+    yield f"{machine.processor}, {machine.devices} devices"
     for world in machine.disturbed:
         nodes, devices = map(int, world.split(" x "))
         if nodes * devices > machine.cores(World(nodes, devices)):
             yield f"{world}: ranks share cores, and plans do not predict that"
-    if machine.slowdown:
-        slower = ", ".join(f"{factor:.2f} with {crowd}" for crowd, factor in sorted(machine.slowdown.items()))
-        yield f"time of a computation with several ranks at once: {slower}"
-    rows = [["operation", "hosts x devices", "latency us", "GB/s", "residual"]]
+    rows = [["operation", "hosts x devices", "latency us", "GB/s"]]
     for each in sorted(machine.collectives, key=lambda row: (row.world, row.operation)):
-        link = each.link
-        shown = (f"{1e6 * link.latency_s:.0f}", f"{link.bytes_per_s / 1e9:.2f}", f"{100 * link.residual:.1f} %")
+        smallest, *_, largest = each.link.points
+        shown = f"{1e6 * smallest.seconds:.0f}", f"{largest.size_bytes / largest.seconds / 1e9:.2f}"
         rows.append([each.operation, str(each.world), *shown])
-    yield from ("", *columns(rows, "left", "right"), "")
-    costs = sorted(machine.references, key=lambda row: (row.world, row.strategy))
-    rows = [["strategy", "hosts x devices", "fixed ms"]]
-    rows += [[cost.strategy, str(cost.world), f"{1e3 * cost.fixed_s:.2f}"] for cost in costs]
-    yield from (*columns(rows, "left", "right"), "")
-    for coding in machine.codings:
-        ns = 1e9 * coding.s_per_byte
-        yield f"compression={coding.name}: {coding.ratio:.2f} times fewer bytes, {ns:.2f} ns a byte"
+    yield from columns(rows, "left", "right")

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.scaling.links import Link, ring_all_reduce_s
 from lightning_multigpu.report.pipelines import PipelineFigures
 from lightning_multigpu.report.rank_figures import CommonStep, RankFigures
 
@@ -180,7 +179,7 @@ def _another_strategy(step: CommonStep) -> dict[str, float]:
     if not activations_s or not least.parameters_bytes or not least.activations_rate:
         return {}
     model_bytes = sum(rank.parameters_bytes for rank in step.ranks)
-    all_reduce_s = ring_all_reduce_s(len(step.ranks), model_bytes, Link(0.0, 1 / least.activations_rate))
+    all_reduce_s = 2 * (len(step.ranks) - 1) / len(step.ranks) * model_bytes / least.activations_rate  # of a ring
     remedy = 'If the model fits on one device, average its gradients instead: strategy="ring_ddp"'
     return {remedy: max(0.0, activations_s - all_reduce_s)}
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import NamedTuple
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures
 
 PHASES = (
     "data_wait",
@@ -59,7 +59,6 @@ class RankFigures:
         launches: the launches of a step's kernels; absent without a GPU.
         reads: functions that wait for values of tensors in a step.
         adding_s: that backward takes longer where its gradients are added to those of an earlier batch.
-        others: the share of the processors, or of its GPU, that other processes took; only on one device.
         model: parts of the model; only of ``ProfilerReport(for_plan=True)``.
     """
 
@@ -80,7 +79,6 @@ class RankFigures:
     launches: LaunchQueue | None = None
     reads: Sequence[ReadValues] = ()
     adding_s: float = 0.0
-    others: float | None = None
     model: ModelFigures | None = None
 
     @property
@@ -109,14 +107,12 @@ class ModelFigures:
 
     Attributes:
         samples: of the batch; 0 if they cannot be counted.
-        flops: multiplications and additions of a step.
         gradients: in the order in which they are ready; empty where the step runs backward by itself.
         chain: the layers that a pipeline can cut.
         refused: why there are no such layers.
     """
 
     samples: int
-    flops: float
     gradients: Sequence[ReadyGradient] = ()
     chain: ChainFigures | None = None
     refused: str = ""

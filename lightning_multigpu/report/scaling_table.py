@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from lightning_multigpu.planning.numbers import number, size
-from lightning_multigpu.planning.scaling.machine_model import QUIET
+from lightning_multigpu.planning.scaling.machine import QUIET
 from lightning_multigpu.planning.scaling.ranking import Ranking
 from lightning_multigpu.planning.scaling.step_model import Prediction
 from lightning_multigpu.report.schema import as_json, attributes
@@ -73,10 +73,9 @@ def _row(each: Prediction, one: Prediction, *, fits: bool) -> list[str]:
         return f"{100 * seconds / each.step_s:.0f} %"
 
     candidate = each.candidate
-    mesh = " x ".join(str(size) for size in candidate.options.values())
     options = [f" {option}={value}" for option, value in candidate.options.items()]
     return [
-        f"hybrid {mesh}" if candidate.strategy == "hybrid" else "\n".join([candidate.strategy, *options]),
+        "\n".join([candidate.strategy, *options]),
         str(each.world),
         number(1e3 * each.step_s),
         f"{each.samples_per_s / one.samples_per_s:.2f}",

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_multigpu.planning.scaling.links import Link
-from lightning_multigpu.planning.scaling.machine_model import Machine
+from lightning_multigpu.planning.scaling.machine import Link, Machine
 
 SAMPLES, WIDTH = 8, 16
 LAYERS = 4
@@ -19,8 +18,8 @@ MACHINE = Machine(
     device_type="cpu",
     devices=2,
     memory_bytes=8 << 30,
-    inside=Link(1e-5, 1e-10),
-    between=Link(1e-4, 1e-8),
+    inside=Link.straight(1e-5, 1e-10),
+    between=Link.straight(1e-4, 1e-8),
 )
 events: list[str] = []
 """Hooks that were called; not in the module, whose attributes a plan puts back."""

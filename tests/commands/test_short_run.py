@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_multigpu.commands.plans import short_run as module_under_test
-from lightning_multigpu.commands.plans.measured_model import measured_model
-from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
+from lightning_multigpu.commands.plans import measured_model as module_under_test
+from lightning_multigpu.commands.plans.measured_model import PlannedModule, ShortRunError, measured_model
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from tests.world import World
 
@@ -77,7 +76,7 @@ def _measured(make: type[L.LightningModule], sizes: tuple[int, ...]) -> ModelPro
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module_under_test, "_ACTIVE", timedelta(seconds=0.01))
-        found = measured_model(subject, sizes)
+        found = measured_model(subject, sizes, sizes)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     return found
 
@@ -107,7 +106,7 @@ def test_a_step_is_timed_and_counted(measured: Measured) -> None:
     size = 4 * PARAMETERS
     assert found.held.parameters_bytes == found.held.gradients_bytes == size
     assert found.held.optimizer_bytes == 2 * size + 4 * 8  # a step count of each tensor
-    assert found.flops == 3 * 2 * 4 * (4 * 4 * WIDTH * WIDTH)
+    assert found.slowdown[2] >= 1
     assert sum(size for size, _ in found.gradients) == size
     shares = [share for _, share in found.gradients]
     assert shares == sorted(shares)
@@ -128,7 +127,6 @@ def test_a_module_that_optimizes_manually(measured: Measured) -> None:
     """Its step runs in the trials too, and changes neither weights nor the states of the optimizer there."""
     found = measured(Manual, 2)
     assert min(found.phases.forward_s, found.phases.optimizer_s) > 0
-    assert 2 / 3 < found.flops / measured(Module, 2).flops < 1  # the first layer's input needs no gradient
     assert (found.splits[2].collectives, found.splits[2].held) == (
         measured(Module, 2).splits[2].collectives,
         measured(Module, 2).splits[2].held,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 
-from lightning_multigpu.planning.pipelines.balance import Bounds, balanced_bounds, bounds_of_counts, cheapest_bounds
+from lightning_multigpu.planning.pipelines.balance import balanced_bounds, bounds_of_counts, cheapest_bounds
 
 
 def test_equal_layers_are_spread_evenly() -> None:
@@ -33,45 +34,20 @@ def test_more_stages_than_layers_are_refused() -> None:
         balanced_bounds([1, 1], 3)
 
 
-def slowest_rank(cost: dict[tuple[int, int], float], bounds: Bounds, num_ranks: int) -> float:
-    loads = [0.0] * num_ranks
-    for stage, bound in enumerate(bounds):
-        loads[stage % num_ranks] += cost[bound] * (1 + stage % 3)
-    return max(loads)
-
-
-@pytest.mark.parametrize("several", [False, True])
-def test_no_other_cut_is_better_for_the_slowest_rank(several: bool) -> None:
+def test_no_other_cut_is_better_for_the_slowest_stage() -> None:
     dice = random.Random(4)
-    for _ in range(150):
-        num_ranks = dice.randint(1, 3)
-        num_stages = num_ranks * (dice.randint(2, 3) if several else 1)
+    for _ in range(100):
+        num_stages = dice.randint(1, 4)
         num_layers = dice.randint(num_stages, 9)
         pairs = itertools.combinations(range(num_layers + 1), 2)
         cost = {bound: dice.choice([0, 1, 2, 5, 9]) + dice.random() for bound in pairs}
-        found = cheapest_bounds(
-            lambda stage, start, stop, cost=cost: cost[start, stop] * (1 + stage % 3),
-            num_layers,
-            num_stages,
-            num_ranks=num_ranks,
-        )
+
+        def of(stage: int, start: int, stop: int, cost: Any = cost) -> float:
+            return float(cost[start, stop] * (1 + stage % 3))
+
+        found = cheapest_bounds(of, num_layers, num_stages)
         cuts = itertools.combinations(range(1, num_layers), num_stages - 1)
         every = [list(itertools.pairwise((0, *each, num_layers))) for each in cuts]
         assert found in every
-        best = min(slowest_rank(cost, bounds, num_ranks) for bounds in every)
-        assert slowest_rank(cost, found, num_ranks) == pytest.approx(best, rel=1e-12)
-
-
-def test_long_chains_are_cut_in_bounded_work() -> None:
-    asked: list[int] = []
-
-    def cost(stage: int, start: int, stop: int) -> float:
-        asked.append(stage)
-        return sum((7 * layer) % 5 for layer in range(start, stop))
-
-    bounds = cheapest_bounds(cost, 32, 8, num_ranks=4)
-    loads = [0.0] * 4
-    for stage, bound in enumerate(bounds):
-        loads[stage % 4] += cost(stage, *bound)
-    assert max(loads) <= 1.1 * sum(loads) / 4
-    assert len(asked) < 20_000
+        slowest = [max(of(stage, *bound) for stage, bound in enumerate(bounds)) for bounds in [found, *every]]
+        assert slowest[0] == min(slowest)

@@ -117,21 +117,6 @@ def ring_ddp(kind: str, group: dist.ProcessGroup, ranks_per_host: int) -> dict[s
     return {"all_reduce": lambda b: all_reduce(b.output)}
 
 
-def broadcasts(group: dist.ProcessGroup, ranks_per_host: int = 1) -> dict[str, Call]:
-    """A broadcast from each owner of a part of the model at once, as under ``ddp_sharded``."""
-    import torch.distributed as dist
-
-    rank = dist.get_rank(group)
-
-    def gather(b: Buffers) -> None:
-        parts = b.parts(b.output)
-        parts[rank].copy_(b.input)
-        for work in [dist.broadcast(part, owner, group=group, async_op=True) for owner, part in enumerate(parts)]:
-            work.wait()
-
-    return {"all_gather": gather}
-
-
 IMPLEMENTATIONS: tuple[Implementation, ...] = (
     *(
         Implementation(kind, "gloo", partial(ring_ddp, kind), f"this pack's {summary}", own="all_reduce")
@@ -147,5 +132,3 @@ IMPLEMENTATIONS: tuple[Implementation, ...] = (
     Implementation("mpi", "mpi", torch_collectives, "the MPI that torch was built with"),
     Implementation("ucc", "ucc", torch_collectives, "UCC, where torch was built with it"),
 )
-OWNERS = Implementation("owners", "gloo", broadcasts, "broadcasts of ddp_sharded, one from each owner", "all_gather")
-"""Of no bench: calibration times it."""

@@ -1,4 +1,4 @@
-"""Trial steps on the first batch: operations, the readiness of gradients, and the layers that a pipeline can cut."""
+"""Trial steps on the first batch: the readiness of gradients, and the layers that a pipeline can cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.activation_checkpointing import layers_of
@@ -20,8 +19,7 @@ from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.step_state import without_gradients
 from lightning_multigpu.engine.training_memory import held_bytes
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.report.rank_figures import ModelFigures, ReadyGradient
 from lightning_multigpu.strategies.pipeline.pipeline_checks import check_callbacks, check_module, check_optimizers
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
@@ -48,14 +46,12 @@ def model_figures(
     takes_index = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
     trial = _Trial(trainer, [batch_idx] if takes_index else [])
     chain, refused = None, ""
-    flops, gradients = trial.operations_and_gradients(batch)
+    gradients = trial.gradients(batch)
     try:
         chain = trial.chain(batch, pipeline_options or PipelineStrategy(schedule="1f1b").pipeline_options)
     except (ValueError, PipelineError, RuntimeError) as error:
         refused = str(error)
-    return ModelFigures(
-        samples=leading_size(batch) or 0, flops=flops, gradients=gradients, chain=chain, refused=refused
-    )
+    return ModelFigures(samples=leading_size(batch) or 0, gradients=gradients, chain=chain, refused=refused)
 
 
 class _Trial:
@@ -68,24 +64,19 @@ class _Trial:
         call, plugin = self._module.training_step, self._trainer.precision_plugin
         return unlogged_loss(plugin, self._module, lambda: call(cloned(batch), *self._others))
 
-    def operations_and_gradients(self, batch: Any) -> tuple[float, list[ReadyGradient]]:
-        """Multiplications and additions of a step, and its gradients in the order in which they are ready."""
-        is_automatic, clock = self._module.automatic_optimization, clock_of(self._device)
-        counter = FlopCounterMode(display=False)
+    def gradients(self, batch: Any) -> list[ReadyGradient]:
+        """The gradients in the order in which they are ready; none where the step runs backward, or has no loss."""
         trained = [parameter for parameter in self._module.parameters() if parameter.requires_grad]
         ready: list[tuple[int, Any]] = []
+        clock = clock_of(self._device)
 
         def note(parameter: Tensor) -> None:
             ready.append((parameter.nbytes, clock.mark()))
 
         with traceless(self._module), without_gradients(trained):
-            with counter:
-                loss = self._step(batch)
-            flops = float(counter.get_total_flops())
-            if not is_automatic:
-                return flops, []
-            if not isinstance(loss, Tensor):  # the step skips this batch
-                return 3 * flops, []
+            loss = self._step(batch)
+            if not self._module.automatic_optimization or not isinstance(loss, Tensor):
+                return []
             loss.backward()  # type: ignore[no-untyped-call]  # which warms up
             handles = [p.register_post_accumulate_grad_hook(note) for p in trained]  # type: ignore[no-untyped-call]
             loss = self._step(batch)
@@ -96,8 +87,7 @@ class _Trial:
                 handle.remove()
         clock.wait(end)
         whole_s = clock.seconds(start, end)
-        shares = [ReadyGradient(size, min(1.0, clock.seconds(start, mark) / whole_s)) for size, mark in ready]
-        return 3 * flops, shares  # backward computes two gradients for each product
+        return [ReadyGradient(size, min(1.0, clock.seconds(start, mark) / whole_s)) for size, mark in ready]
 
     def chain(self, batch: Any, options: PipelineOptions) -> ChainFigures:
         """The layers that a pipeline with these options cuts.

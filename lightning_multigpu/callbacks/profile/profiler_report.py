@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightning_multigpu.callbacks.other_processes import Usage, share_of_others, usage
 from lightning_multigpu.callbacks.profile.model_figures import model_figures
 from lightning_multigpu.callbacks.profile.profiled_window import ProfiledWindow
 from lightning_multigpu.callbacks.run_report import RunReport
@@ -48,7 +47,7 @@ class ProfilerReport(RunReport):
             hooks count them: ``torch.func.grad`` and related functions raise an error under such hooks, and compiled
             layers may be compiled once more.
         for_plan: whether the profile has what ``lightning-multigpu plan --profile`` needs of one device: activations,
-            and on the first batch trial steps that count operations, and time gradients and layers. They leave the
+            and on the first batch trial steps that time gradients and layers. They leave the
             module as it was. On GPUs the host waits for the device between phases.
         print_table, write_file: as those of :class:`RunReport`, for both files.
 
@@ -77,7 +76,6 @@ class ProfilerReport(RunReport):
         self._trace, self._activations, self._for_plan = trace, activations or for_plan, for_plan
         self._window: ProfiledWindow | None = None
         self._model: ModelFigures | None = None
-        self._usage: Usage | None = None
         self.pipeline_options: PipelineOptions | None = None
         """With ``for_plan``, options of the pipelines whose layers are timed; None for the defaults."""
 
@@ -98,10 +96,7 @@ class ProfilerReport(RunReport):
             waits_for_device=self._for_plan,
         )
         self._view.record_stages()
-        self._model, self._usage = None, None
-        if trainer.world_size == 1:
-            device = trainer.strategy.root_device
-            self._usage = usage([device.index or 0] if self._for_plan and device.type == "cuda" else [])
+        self._model = None
         super().on_train_start(trainer, pl_module)
 
     @override
@@ -144,8 +139,7 @@ class ProfilerReport(RunReport):
         if self._window is None:  # there was nothing to train on
             return record
         figures = self._window.figures(0 if self._memory is None else self._memory.parameters_bytes)
-        others = None if self._usage is None else share_of_others([self._usage], [usage()])
-        return replace(record, profiled=replace(figures, model=self._model, others=others), stages=self._window.stages)
+        return replace(record, profiled=replace(figures, model=self._model), stages=self._window.stages)
 
     @override
     def files(self, report: document.RunDocument) -> dict[str, bytes]:

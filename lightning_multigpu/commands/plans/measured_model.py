@@ -1,82 +1,147 @@
-"""The figures of a user's model for a plan, from profiles of one device: whole, and in parts of split layers."""
+"""The figures of a user's model for a plan: short runs on one device with a :class:`.ProfilerReport`.
+
+Each run is a Trainer in a forked process, which ends with it, so that the module of the command stays as it is, and has
+not used a GPU. The first one trains the whole model alone; others train it beside copies, or the first part of split
+layers.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from math import inf
+from multiprocessing.connection import Connection
+from typing import Any
 
-from lightning_multigpu.commands.plans.short_run import Collectives, PlannedModule, ShortRunError, short_run
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_multigpu.callbacks import ProfilerReport
+from lightning_multigpu.callbacks.other_processes import share_of_others, usage
+from lightning_multigpu.engine.tensor_split.blocks import find_blocks
+from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
+from lightning_multigpu.engine.tensor_split.trials import TracelessStep, Trials
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.scaling.machine_model import QUIET, World
+from lightning_multigpu.planning.scaling.machine import QUIET
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 from lightning_multigpu.report.document import RunDocument
-from lightning_multigpu.report.schema import ReportError
+from lightning_multigpu.report.schema import ReportError, from_json
+from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
+from lightning_multigpu.strategies.steps.dry_run import traceless, unlogged_loss
 
+_TIMEOUT_S = 600.0
+_ACTIVE = timedelta(seconds=3)
 _ATTEMPTS = 3
 _OURS = ("ProfilerReport.", "ThroughputMonitor.", "CommunicationMonitor.", "DeviceUtilizationMonitor.")
+_SETTINGS: dict[str, Any] = {
+    "devices": 1, "num_nodes": 1, "use_distributed_sampler": False, "max_epochs": -1, "max_steps": -1, "max_time": None,
+    "min_epochs": None, "min_steps": None, "logger": False, "enable_checkpointing": False, "profiler": None,
+    "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
+    "fast_dev_run": False, "barebones": False, "limit_train_batches": None, "val_check_interval": None,
+    "check_val_every_n_epoch": 1, "overfit_batches": 0.0,
+}  # fmt: skip
+"""Options of a Trainer that writes nothing, and does not end by itself."""
 
 
-def split_sizes(worlds: Iterable[World], names: Sequence[str]) -> list[int]:
-    """The numbers of ranks over which the strategies ``names`` split layers in ``worlds``."""
-    sizes = {world.size for world in worlds if world.size > 1}
-    if "hybrid" in names:  # whose pipelines and split layers have some of the ranks
-        return sorted({size for largest in sizes for size in range(2, largest + 1) if largest % size == 0})
-    return sorted(sizes) if "tensor_split" in names else []
+class ShortRunError(ValueError):
+    """The module could not be trained; the message is the exception of its code."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedModule:
+    """What is measured: a module with its data, settings and callbacks of the Trainer, and options of a pipeline."""
+
+    module: pl.LightningModule
+    datamodule: pl.LightningDataModule | None
+    trainer_settings: Mapping[str, Any]
+    callbacks: Sequence[pl.Callback]
+    device: torch.device
+    pipeline_options: PipelineOptions | None = None
+
+    @property
+    def of_batches(self) -> list[pl.Callback]:
+        """The callbacks that set the size of batches."""
+        return [callback for callback in self.callbacks if hasattr(callback, "check_before_launch")]
+
+
+@dataclass(frozen=True)
+class ShortRun:
+    """A profile; operation and bytes of each collective in which parts of layers would take part in a batch; and the
+    share that other processes took.
+    """
+
+    document: RunDocument
+    collectives: Sequence[tuple[str, int]] = ()
+    others: float = 0.0
 
 
 def measured_model(
-    subject: PlannedModule, sizes: Sequence[int], *, tell: Callable[[str], object] = lambda what: None
+    subject: PlannedModule,
+    sizes: Iterable[int],
+    crowds: Iterable[int] = (),
+    *,
+    limit_bytes: float = inf,
+    tell: Callable[[str], object] = lambda what: None,
 ) -> ModelProfile:
     """The figures of a model, whose layers may be split over ``sizes`` ranks; its weights do not change.
 
     Args:
+        crowds: numbers of ranks that compute at once on one machine's cores.
+        limit_bytes: of a rank; a larger model is not measured beside copies.
         tell: called with what is measured next.
 
     Raises:
         ShortRunError: the training step raises an error on one device, or there is no batch.
     """
-    document, _ = _quiet_run(subject, 1, tell, "the whole model, and its layers one by one")
+
+    disturbed: list[float] = []
+
+    def quiet(what: str, **options: int) -> ShortRun:
+        """The least disturbed of up to three runs; one where others take little."""
+        tried: list[ShortRun] = []
+        while len(tried) < _ATTEMPTS and (not tried or min(run.others for run in tried) > QUIET):
+            tell(f"{what}, again: other processes are busy" if tried else what)
+            tried.append(short_run(subject, **options))
+        best = min(tried, key=lambda run: run.others)
+        disturbed.append(best.others)
+        return best
+
+    whole = quiet("the whole model, and its layers one by one")
+    alone = phases_of(whole.document)
+    slowdown: dict[int, float] = {}
+    held, activations = _memory(whole.document)
+    for crowd in crowds if held.total + activations <= limit_bytes else ():
+        beside = phases_of(quiet(f"the model beside {crowd - 1} others", copies=crowd).document)
+        seconds = [phases.forward_s + phases.backward_s for phases in (beside, alone)]
+        slowdown[crowd] = max(1.0, seconds[0] / seconds[1])
     refused: dict[str, str] = {}
     splits: dict[int, SplitPart] = {}
     for size in sizes:
         try:
-            part, collectives = _quiet_run(subject, size, tell, f"its layers split over {size} ranks")
+            part = quiet(f"its layers split over {size} ranks", num_ranks=size)
         except ShortRunError as error:
             refused[f"tensor_split on {size} ranks"] = str(error)
         else:
+            held, activations = _memory(part.document)
+            phases = phases_of(part.document)
             splits[size] = SplitPart(
-                num_ranks=size,
-                phases=phases_of(part),
-                collectives=collectives,
-                held=_held(part),
-                activations_bytes=_activations(part),
+                phases=phases, collectives=part.collectives, held=held, activations_bytes=activations
             )
-    divides = any(hasattr(callback, "check_before_launch") for callback in subject.callbacks)
-    return model_of(document, splits=splits, refused=refused, divides_batch=divides)
+    return model_of(
+        whole.document, splits=splits, refused=refused, slowdown=slowdown, disturbed=max(disturbed),
+        divides_batch=bool(subject.of_batches),
+    )  # fmt: skip
 
 
-def _quiet_run(
-    subject: PlannedModule, num_ranks: int, tell: Callable[[str], object], what: str
-) -> tuple[RunDocument, Collectives]:
-    """The least disturbed of up to three runs; one where others take little."""
-    tried: list[tuple[RunDocument, Collectives]] = []
-    while len(tried) < _ATTEMPTS and (not tried or min(map(_others, tried)) > QUIET):
-        tell(f"{what}, again: other processes are busy" if tried else what)
-        tried.append(short_run(subject, num_ranks))
-    return min(tried, key=_others)
-
-
-def _others(run: tuple[RunDocument, Collectives]) -> float:
-    document, _ = run
-    return (document.profile.ranks[0].others or 0.0) if document.profile is not None else 0.0
-
-
-def model_of(
-    document: RunDocument,
-    *,
-    splits: dict[int, SplitPart] | None = None,
-    refused: dict[str, str] | None = None,
-    divides_batch: bool = False,
-) -> ModelProfile:
+def model_of(document: RunDocument, *, refused: Mapping[str, str], **further: Any) -> ModelProfile:
     """The model of a profile of one device, with further fields of :class:`.ModelProfile`.
 
     Raises:
@@ -87,21 +152,18 @@ def model_of(
         raise ReportError(
             "this is no profile of one device for plans; train on one device with ProfilerReport(for_plan=True)"
         )
-    held = _held(document)
+    held, activations = _memory(document)
     return ModelProfile(
         name=document.model.class_.rpartition(".")[2],
         samples=model.samples,
         parameters=document.model.parameters,
         held=held,
-        activations_bytes=_activations(document),
-        flops=model.flops,
+        activations_bytes=activations,
         gradients=model.gradients or [(held.gradients_bytes, 1.0)],
         phases=phases_of(document),
-        splits=splits or {},
         chain=model.chain,
-        refused={**({"pipelines": model.refused} if model.refused else {}), **(refused or {})},
-        divides_batch=divides_batch,
-        disturbed=_others((document, [])),
+        refused={**({"pipelines": model.refused} if model.refused else {}), **refused},
+        **further,
     )
 
 
@@ -120,12 +182,165 @@ def phases_of(document: RunDocument) -> Phases:
     )
 
 
-def _held(document: RunDocument) -> HeldBytes:
+def _memory(document: RunDocument) -> tuple[HeldBytes, int]:
+    """What the device held, and saved for backward."""
     assert document.memory is not None
     [held] = document.memory
-    return HeldBytes(held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes)
+    kinds = HeldBytes(held.parameters_bytes, held.gradients_bytes, held.optimizer_bytes)
+    return kinds, held.activations_bytes or 0
 
 
-def _activations(document: RunDocument) -> int:
-    assert document.memory is not None
-    return document.memory[0].activations_bytes or 0
+def short_run(subject: PlannedModule, num_ranks: int = 1, copies: int = 1) -> ShortRun:
+    """Trains a module on one device for some seconds; it stays as it is.
+
+    Call it before this process has used a GPU, and with one thread for operations.
+
+    Args:
+        num_ranks: ranks that split each layer, of which the first one's parts are trained.
+        copies: processes that train at once, each the whole module; the first one's profile counts.
+
+    Raises:
+        ShortRunError: the training step raises an error, there is no batch, or no layer can be split.
+    """
+    before = usage([subject.device.index or 0] if subject.device.type == "cuda" else [])
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    processes = [
+        context.Process(target=_train, args=(subject, num_ranks, copies == 1, theirs if copy == 0 else None))
+        for copy in range(copies)
+    ]
+    for process in reversed(processes):
+        process.start()
+    theirs.close()
+    try:
+        answer = _answer(ours)
+        others = share_of_others([before], [usage()])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if isinstance(answer, str):
+        raise ShortRunError(answer)
+    report, collectives = answer
+    return ShortRun(from_json(RunDocument, report), collectives, others)
+
+
+def _answer(connection: Connection) -> Any:
+    with suppress(EOFError, OSError):
+        return connection.recv() if connection.poll(_TIMEOUT_S) else f"the run took longer than {_TIMEOUT_S:g} s"
+    return "the process has died; see to it that fit would train on one device (memory)"
+
+
+def _train(subject: PlannedModule, num_ranks: int, is_alone: bool, connection: Connection | None) -> None:
+    """The process of a run, which never returns; one without a connection trains until it is ended."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    is_whole = num_ranks == 1
+    report = ProfilerReport(
+        wait=3, active=_ACTIVE, trace=False, activations=is_alone, for_plan=is_whole and is_alone,
+        print_table=False, write_file=False,
+    )  # fmt: skip
+    report.pipeline_options = subject.pipeline_options
+    strategy = OneDevice(subject.device) if is_whole else FirstPart(subject.device, num_ranks)
+    own = {
+        "strategy": strategy, "callbacks": [*subject.of_batches, *([report, _End(report)] if connection else [])],
+        "accumulate_grad_batches": 1 + subject.module.automatic_optimization,
+    }  # fmt: skip
+    answer: Any = "the training loader has no batch to measure; see to it that fit would train on one device (data, "
+    answer += "limit_train_batches)"
+    try:
+        trainer = pl.Trainer(**{**subject.trainer_settings, **_SETTINGS, **own})
+        trainer.fit(subject.module, datamodule=subject.datamodule)
+        if report.report is not None and "profile" in report.report:
+            answer = report.report, strategy.collectives
+    except BaseException as error:
+        traceback.print_exc()
+        answer = str(error) if isinstance(error, ShortRunError) else f"{type(error).__name__}: {error}"
+    if connection is not None:
+        with suppress(OSError):
+            connection.send(answer)
+    os._exit(0)
+
+
+class _End(pl.Callback):
+    """Ends the run when its profile is complete."""
+
+    def __init__(self, report: ProfilerReport) -> None:
+        self._report = report
+
+    @override
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
+        trainer.should_stop = self._report.is_over
+
+
+class _Endless:
+    """A loader that begins again at its end: the end of an epoch is not part of a step."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = True
+        while batches:
+            batches = False
+            for batch in self._loader:
+                batches = True
+                yield batch
+
+
+class OneDevice(SingleDeviceStrategy):
+    """Training on one device, in one epoch without an end."""
+
+    collectives: Sequence[tuple[str, int]] = ()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return _Endless(dataloader)
+
+
+class FirstPart(OneDevice):
+    """Training of the first of ``num_ranks`` ranks that split each layer; nothing is sent."""
+
+    def __init__(self, device: torch.device, num_ranks: int) -> None:
+        super().__init__(device)
+        self._group = TensorGroup(None, size=num_ranks)
+        self._is_split = False
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        sent: list[tuple[str, int]] = []
+        module = self.lightning_module
+        assert module is not None
+        if not self._is_split:
+            self._is_split = True
+            _split(module, self._group, partial(module.training_step, *args, **kwargs))
+        self.collectives = sent  # of this batch: its backward adds to them
+        self._group.observer = lambda operation, name, size_bytes: sent.append((operation, size_bytes))
+        with self._group.showing(parts=False):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._group.showing(parts=True):  # within a step that optimizes manually, too
+            return super().optimizer_step(*args, **kwargs)
+
+
+def _split(module: pl.LightningModule, group: TensorGroup, step: Any) -> None:
+    """Splits the blocks in which a step computes on parts.
+
+    Raises:
+        ShortRunError: no block can be split.
+    """
+    run = TracelessStep(
+        module,
+        group,
+        lambda: unlogged_loss(module.trainer.precision_plugin, module, step),
+        traceless=partial(traceless, module),
+        gather=lambda value: [value],
+        optimizes_manually=not module.automatic_optimization,
+    )
+    trials = Trials(run)
+    trials.run(partial(find_blocks, module))
+    if not trials.split:
+        raise ShortRunError("no layer can be split")

@@ -11,19 +11,20 @@ from pathlib import Path
 
 from lightning_multigpu.commands.option_parser import OptionParser, check_directories, names_of, number, strategies_of
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, seed
+from lightning_multigpu.planning.scaling.presets import MODELS, NODES, seed
 from lightning_multigpu.registry import STRATEGIES
 
-_EXAMPLE = ["--nodes", "--preset", "--batch", "--devices", "--strategies", "--link-gbit", "--json"]
-"""The further options with --example; seed has the first one."""
+_OF_BOTH = ["--devices", "--strategies", "--link-gbit", "--json"]
+_OF_EXAMPLES = ["--example", "--nodes", "--preset", "--batch", *_OF_BOTH]
+"""The options with --example; seed has the first two."""
+_OF_MODULES = ["--nodes", "--machine", "--profile", *_OF_BOTH]
 _DESCRIPTION = f"""\
 Predict step time, memory and scaling under every strategy, without training:
 
   {PROGRAM} plan --config configs/ring_ddp.yaml --nodes 1 2 4 --devices 2
 
-A machine or a model that is not at hand, by name:
+A model and a machine of publications, by name:
 
-  {PROGRAM} plan --config configs/ring_ddp.yaml --preset a100_100gbit
   {PROGRAM} plan --example gpt3_1.3b --preset h100_400gbit --nodes 1 2 4
   {PROGRAM} plan --example seed
 
@@ -39,12 +40,17 @@ def run(name: str, arguments: Sequence[str]) -> int:
         UsageError: an option, a configuration file or a setting is wrong, or the module cannot be measured.
     """
     options, rest = _parser(name).parse_known_args(arguments)
-    flags = {f"--{option.replace('_', '-')}": value for option, value in vars(options).items()}
-    given = [flag for flag, value in flags.items() if value is not None and flag != "--example"]
-    if (example := options.example) is not None:
-        allowed = _EXAMPLE[: 1 if example == "seed" else None]
-        if wrong := [flag for flag in given if flag not in allowed]:
-            raise UsageError(f"{wrong[0]} is no option with --example={example}, which takes {', '.join(allowed)}")
+    example, given = (
+        options.example,
+        [f"--{option.replace('_', '-')}" for option, value in vars(options).items() if value],
+    )
+    allowed = _OF_EXAMPLES[: 2 if example == "seed" else None] if example else _OF_MODULES
+    if wrong := [flag for flag in given if flag not in allowed]:
+        which = f"with --example={example}" if example else "without --example"
+        raise UsageError(
+            f"{wrong[0]} is no option {which}, which takes {', '.join(f for f in allowed if f != '--example')}"
+        )
+    if example is not None:
         if rest:
             raise UsageError(f"{rest[0]}: --example={example} takes no configuration and no options of fit")
         if example == "seed":
@@ -52,9 +58,8 @@ def run(name: str, arguments: Sequence[str]) -> int:
             return 0
         options.example = names_of("example", [example], ["seed", *MODELS])[0]
         if options.preset is None:
-            raise UsageError(f"--example={example}: name a machine by --preset: {', '.join(MACHINES)}")
-    if options.preset is not None:
-        options.preset = names_of("preset", [options.preset], MACHINES)[0]
+            raise UsageError(f"--example={example}: name a machine by --preset: {', '.join(NODES)}")
+        options.preset = names_of("preset", [options.preset], NODES)[0]
     check_directories(options, "json")
     if options.strategies is not None:
         options.strategies = strategies_of(options.strategies)
@@ -76,7 +81,7 @@ def _parser(name: str) -> OptionParser:
     add("--machine", type=Path, metavar="PATH", help="the machine.json of calibrate")
     add("--profile", type=Path, metavar="PATH", help="the multigpu_report.json of a ProfilerReport(for_plan=True) on "
         "one device, instead of a measurement")  # fmt: skip
-    add("--preset", metavar="NAME", help="a machine by name, instead of --machine, such as a100_100gbit")
+    add("--preset", metavar="NAME", help="the machine of the --example, such as a100_100gbit")
     add("--example", metavar="NAME", help="a model by name, instead of a configuration, such as "
         "gpt3_1.3b, on a --preset; or seed, the arithmetic of data parallel training")  # fmt: skip
     add("--batch", type=whole, metavar="B", help="samples of a rank's batch of the --example")

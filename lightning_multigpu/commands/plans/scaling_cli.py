@@ -13,14 +13,13 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_multigpu.bench.strategies.contenders import contender
-from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, identity, read, this_machine
-from lightning_multigpu.commands.plans.measured_model import measured_model, model_of, split_sizes
-from lightning_multigpu.commands.plans.short_run import PlannedModule, ShortRunError
+from lightning_multigpu.commands.calibrate import FILE_NAME, cached_path, read, this_machine
+from lightning_multigpu.commands.plans.measured_model import PlannedModule, ShortRunError, measured_model, model_of
 from lightning_multigpu.commands.training import TrainingCLI
 from lightning_multigpu.commands.usage import PROGRAM, UsageError
-from lightning_multigpu.planning.scaling.machine_model import Machine, World, differences
+from lightning_multigpu.planning.scaling.machine import Machine, World, differences
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
-from lightning_multigpu.planning.scaling.presets import MACHINES, MODELS, moved, profile_of
+from lightning_multigpu.planning.scaling.presets import NODES, profile_of
 from lightning_multigpu.planning.scaling.ranking import Ranking, ranked
 from lightning_multigpu.planning.scaling.step_model import Candidate
 from lightning_multigpu.registry import STRATEGIES
@@ -29,7 +28,6 @@ from lightning_multigpu.report.schema import ReportError
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
 
 _NO_SPLITS = "a profile of one device does not say what split layers send; leave --profile out"
-_OF_PRESETS = "of data sheets, at 50 % of its peak; beside publications such plans were off by -35 to +132 %"
 
 
 def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
@@ -39,14 +37,17 @@ def run(arguments: Sequence[str], wanted: argparse.Namespace) -> int:
         UsageError: a setting makes training or planning impossible.
     """
     if wanted.example is not None:
-        print(f"Nothing was measured here: the model is that of Brown et al. 2020, the machine {_OF_PRESETS}")
-        scaling_table.show(_of_example(wanted), wanted.json)
-        return 0
-    torch.set_num_threads(1)  # ranks are forked from this process
-    cli = ScalingCLI(["fit", *arguments], wanted)
-    if wanted.preset:
-        print(f"The model was measured here, the machine was not: its figures are {_OF_PRESETS}")
-    scaling_table.show(cli.ranking, wanted.json)
+        print(
+            "Nothing was measured here: the model is of Brown et al. 2020, the machine of data sheets, at half its peak"
+        )
+        node = NODES[wanted.preset]
+        machine = _linked(node.machine(wanted.preset), wanted)
+        profile = profile_of(wanted.example, node, wanted.batch or 0)
+        ranking = _ranked(profile, machine, _candidates(wanted), _worlds(wanted, machine, machine.devices))
+    else:
+        torch.set_num_threads(1)  # ranks are forked from this process
+        ranking = ScalingCLI(["fit", *arguments], wanted).ranking
+    scaling_table.show(ranking, wanted.json)
     return 0
 
 
@@ -60,14 +61,8 @@ class ScalingCLI(TrainingCLI):
         wanted, trainer = self._wanted, self.trainer
         strategy: Any = trainer.strategy
         device = (getattr(strategy, "parallel_devices", None) or [strategy.root_device])[0]
-        machine = machine_of(wanted, device.type)
-        worlds = _worlds(wanted, machine, machine.devices if wanted.preset else max(2, trainer.num_devices))
-        for crowd in sorted({machine.crowd(world) for world in worlds} - {1, *machine.slowdown}):
-            print(
-                f"warning: how much slower {crowd} ranks of one machine compute side by side was not measured; "
-                f"'{PROGRAM} calibrate --devices {crowd}' measures it",
-                file=sys.stderr,
-            )
+        machine = _linked(_calibrated(wanted, device.type), wanted)
+        worlds = _worlds(wanted, machine, max(2, trainer.num_devices))
         candidates = _candidates(wanted, trainer.accumulate_grad_batches)
         subject = PlannedModule(
             module=model,
@@ -77,26 +72,27 @@ class ScalingCLI(TrainingCLI):
             device=device,
             pipeline_options=strategy.pipeline_options if isinstance(strategy, PipelineStrategy) else None,
         )
-        names = [candidate.strategy for candidate in candidates]
+        known = [world for world in worlds if 1 < world.size <= machine.cores(world)]
+        crowds = sorted({machine.crowd(world) for world in known} - {1})
+        splits = any(candidate.strategy == "tensor_split" for candidate in candidates)
         try:
             if wanted.profile is not None:
                 profile = model_of(document.read(wanted.profile), refused={"tensor_split": _NO_SPLITS})
             else:
                 print(f"Measures {type(model).__name__} on {device}; nothing is trained", file=sys.stderr, flush=True)
                 tell = partial(print, " ", file=sys.stderr, flush=True)
-                known = [world for world in worlds if world.size <= machine.cores(world)]
-                profile = measured_model(subject, split_sizes(known, names), tell=tell)
+                sizes = sorted({world.size for world in known if splits})
+                profile = measured_model(subject, sizes, crowds, limit_bytes=machine.rank_memory_bytes, tell=tell)
         except (ShortRunError, ReportError, OSError) as error:
             raise UsageError(f"{wanted.profile}: {error}" if wanted.profile else str(error)) from error
-        self.ranking = _ranked(moved(profile, machine) if wanted.preset else profile, machine, candidates, worlds)
-
-
-def _of_example(wanted: argparse.Namespace) -> Ranking:
-    machine = machine_of(wanted)
-    worlds = _worlds(wanted, machine, machine.devices)
-    sizes = sorted({size for world in worlds for size in range(2, world.size + 1) if world.size % size == 0})
-    profile = profile_of(wanted.example, MODELS[wanted.example], sizes, samples=wanted.batch or 0)
-    return _ranked(moved(profile, machine), machine, _candidates(wanted), worlds)
+        for crowd in crowds:
+            if crowd not in profile.slowdown:
+                print(
+                    f"warning: how much slower {crowd} ranks of one machine compute side by side was not measured; "
+                    "steps will be longer",
+                    file=sys.stderr,
+                )
+        self.ranking = _ranked(profile, machine, candidates, worlds)
 
 
 def _ranked(
@@ -141,15 +137,7 @@ def strategy_of(text: str) -> tuple[str, dict[str, Any]]:
     return name.lower(), options
 
 
-def machine_of(wanted: argparse.Namespace, device_type: str = "") -> Machine:
-    """The machine of ``--machine``, of ``--preset``, or of the last ``calibrate``, with the link of ``--link-gbit``.
-
-    Raises:
-        UsageError: there is none, or it is of another kind of device.
-    """
-    if wanted.preset and wanted.machine:
-        raise UsageError(f"--preset={wanted.preset} and --machine={wanted.machine}: pass one of them")
-    machine = MACHINES[wanted.preset] if wanted.preset else _calibrated(wanted, device_type)
+def _linked(machine: Machine, wanted: argparse.Namespace) -> Machine:
     return machine.with_link(wanted.link_gbit) if wanted.link_gbit else machine
 
 
@@ -157,10 +145,7 @@ def _calibrated(wanted: argparse.Namespace, device_type: str) -> Machine:
     paths = [wanted.machine] if wanted.machine else [Path(FILE_NAME), cached_path()]
     path = next((each for each in paths if each.is_file()), None)
     if path is None:
-        raise UsageError(
-            f"{paths[-1]}: there is no such file; run '{PROGRAM} calibrate', which takes a minute, or name a machine "
-            "by --preset"
-        )
+        raise UsageError(f"{paths[-1]}: there is no such file; run '{PROGRAM} calibrate', which takes a minute")
     try:
         machine = read(path)
     except ValueError as error:
@@ -170,6 +155,6 @@ def _calibrated(wanted: argparse.Namespace, device_type: str) -> Machine:
             f"{path} is of {machine.device_type} devices, and the configuration trains on {device_type}; pass "
             f"--trainer.accelerator, or calibrate with --accelerator={device_type}"
         )
-    for difference in differences(machine, identity(this_machine(device_type))):
+    for difference in differences(machine, this_machine(device_type)):
         print(f"warning: {path}: {difference}; calibrate again for better predictions", file=sys.stderr)
     return machine

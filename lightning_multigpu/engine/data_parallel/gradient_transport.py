@@ -16,7 +16,7 @@ from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.data_parallel.reducer import CommHook, GradientReducer
-from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
+from lightning_multigpu.planning.numbers import usual_bucket_bytes
 
 _AXIS = "data"
 _HOST_MEMORY_BACKEND = "gloo"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures
+from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 
 
@@ -37,14 +37,13 @@ class Phases:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitPart:
-    """One rank's part of a model whose layers are split over ``num_ranks``.
+    """One rank's part of a model whose layers are split.
 
     Attributes:
         phases: the step of the part alone, without collectives.
         collectives: operation and bytes of each collective of a step.
     """
 
-    num_ranks: int
     phases: Phases
     collectives: Sequence[tuple[str, int]]
     held: HeldBytes
@@ -60,12 +59,12 @@ class ModelProfile:
         divides_batch: whether data-parallel ranks divide that batch among them, instead of having one each.
         held: bytes that one device holds.
         activations_bytes: saved for backward on one device.
-        flops: multiplications and additions of a step.
         gradients: bytes of each gradient and the share of backward after which it is ready, in that order.
         phases: the step of one device, alone on its machine.
         splits: ranks that split layers -> one rank's part.
         chain: the layers that a pipeline can cut.
         refused: strategy, "strategy on N ranks" or "pipelines" -> why it cannot train this model.
+        slowdown: ranks that compute at once on one machine -> the time of forward and backward over that alone.
         disturbed: the share of the processors, or of the GPU, that other processes took during the measurement.
     """
 
@@ -74,12 +73,12 @@ class ModelProfile:
     parameters: int
     held: HeldBytes
     activations_bytes: int
-    flops: float
     gradients: Sequence[tuple[int, float]]
     phases: Phases
     splits: Mapping[int, SplitPart] = field(default_factory=dict)
     chain: ChainFigures | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
+    slowdown: Mapping[int, float] = field(default_factory=dict)
     disturbed: float = 0.0
     divides_batch: bool = False
 
@@ -87,6 +86,10 @@ class ModelProfile:
     def gradient_bytes(self) -> int:
         """S: bytes of all gradients."""
         return self.held.gradients_bytes
+
+    def phases_of(self, crowd: int, part: Phases | None = None) -> Phases:
+        """The step, or that of a part, beside ``crowd`` - 1 other ranks; as alone where that was not measured."""
+        return (part or self.phases).times(self.slowdown.get(crowd, 1.0))
 
     def with_batches(self, factor: float) -> ModelProfile:
         """The model with batches ``factor`` times as large; forward and backward take as many times as long.
@@ -97,7 +100,6 @@ class ModelProfile:
         return replace(
             self,
             samples=round(self.samples * factor),
-            flops=self.flops * factor,
             activations_bytes=round(self.activations_bytes * factor),
             phases=replace(self.phases, **longer),
             splits={},

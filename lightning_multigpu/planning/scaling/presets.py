@@ -2,68 +2,58 @@
 
 A model's step takes 6 P D operations, 2 forward and 4 backward, for P parameters and D tokens (Kaplan et al. 2020,
 arXiv:2001.08361), at half of the machine's peak. A parameter takes 2 + 2 + 12 bytes: mixed precision with Adam
-(Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1). Gradients become ready evenly during backward. Activations,
-split layers and stages follow Korthikanti et al. 2022, arXiv:2205.05198, section 4, without recomputation; embeddings
-count as spread evenly over the layers.
+(Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1). Gradients become ready evenly during backward. Activations are
+those of Korthikanti et al. 2022, arXiv:2205.05198, section 4, without recomputation. Stages and split layers are not
+known.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
-from lightning_multigpu.planning.pipelines.pipeline_prediction import ChainFigures, MeasuredParts
-from lightning_multigpu.planning.pipelines.stage_costs import PartCost
-from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
-from lightning_multigpu.planning.scaling.links import Link
-from lightning_multigpu.planning.scaling.machine_model import Machine
-from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
+from lightning_multigpu.planning.scaling.machine import Link, Machine
+from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 
 _PARTS = 128
-_UNIT = Phases(forward_s=1 / 3, backward_s=2 / 3)
-_SERVED = ("cpu_ps", "sync_ps", "async_ps", "sharded_ps")
-_NO_SERVERS = "its optimizer runs on the host's cores, and the preset has figures of GPUs only"
 
 
-def _node(name: str, peak: float, bytes_per_s: float, nvlink_bytes_per_s: float) -> Machine:
-    """8 GPUs of 80 GB; NVLink's figure counts both directions."""
-    return Machine(
-        name=name, device_type="cuda", processor=name.upper(), devices=8, memory_bytes=80 * 10**9,
-        flops_per_s={"bfloat16": peak}, memory_bytes_per_s=bytes_per_s, inside=Link(5e-6, 2 / nvlink_bytes_per_s),
-    )  # fmt: skip
+class Node(NamedTuple):
+    """A node of NVIDIA's data sheets: GPUs, their dense operations a second, bytes a second of memory and NVLink."""
+
+    devices: int
+    memory_bytes: int
+    flops_per_s: float
+    memory_bytes_per_s: float
+    nvlink_bytes_per_s: float
+    gbit_per_s: float = 0.0
+
+    def machine(self, name: str) -> Machine:
+        """NVLink's figure counts both directions; the latency between nodes is 20 us."""
+        node = Machine(
+            name=name, device_type="cuda", devices=self.devices, memory_bytes=self.memory_bytes,
+            inside=Link.straight(5e-6, 2 / self.nvlink_bytes_per_s),
+        )  # fmt: skip
+        return node.with_link(self.gbit_per_s) if self.gbit_per_s else node
 
 
-# NVIDIA's data sheets of the A100 80GB SXM and the H100 SXM: dense bf16, memory, NVLink.
-_A100, _H100 = _node("a100", 312e12, 2.0e12, 600e9), _node("h100", 989e12, 3.35e12, 900e9)
-# 4 cores at 3 GHz with two 8-wide fused multiply-adds; two channels of DDR4-3200 (25.6 GB/s each), which the cores
-# share; a message to another rank is read and written; Gigabit Ethernet.
-_LAPTOP = Machine(
-    name="laptop", device_type="cpu", processor="4 cores", devices=4, memory_bytes=16 * 10**9,
-    flops_per_s={"float32": 3e9 * 2 * 8 * 2}, memory_bytes_per_s=51.2e9 / 4, inside=Link(20e-6, 8 / 51.2e9),
-    slowdown=dict.fromkeys(range(1, 5), 1.0),
-).with_link(1)  # fmt: skip
-_LINKED = [(_A100, 25), (_A100, 100), (_A100, 400), (_H100, 400)]
-MACHINES = {each.name: each for each in (_LAPTOP, _A100, _H100)} | {
-    f"{node.name}_{gbit}gbit": replace(node.with_link(gbit), name=f"{node.name}_{gbit}gbit") for node, gbit in _LINKED
+_A100, _H100 = Node(8, 80 * 10**9, 312e12, 2.0e12, 600e9), Node(8, 80 * 10**9, 989e12, 3.35e12, 900e9)  # SXM, bf16
+NODES = {"a100": _A100, "h100": _H100} | {
+    f"{name}_{gbit}gbit": node._replace(gbit_per_s=gbit)
+    for name, node, gbit in (("a100", _A100, 25), ("a100", _A100, 100), ("a100", _A100, 400), ("h100", _H100, 400))
 }
-"""Machines by name; the number is that of the Gbit/s of each node's link, whose latency is 20 us."""
+"""Machines by name; the number is that of the Gbit/s of each node's link."""
 
 
 class PresetModel(NamedTuple):
-    """A transformer; ``samples`` are those of a device's batch, ``sequence`` the tokens of a sample."""
+    """A transformer; ``samples`` of 2,048 tokens are those of a device's batch."""
 
     parameters: float
     layers: int
     width: int
     heads: int
     samples: int
-    sequence: int = 2048
-
-    def layer_activations_bytes(self, samples: float, split: int = 1) -> float:
-        """Saved by a layer on each of t = ``split`` ranks: s b h (10 + 24/t) + 5 a s^2 b / t in 16 bits."""
-        tokens = samples * self.sequence
-        return tokens * self.width * (10 + 24 / split) + 5 * self.heads * self.sequence * tokens / split
 
 
 MODELS = {
@@ -77,81 +67,38 @@ MODELS = {
     "gpt3_175b": PresetModel(175e9, 96, 12288, 96, 24),
 }
 """Brown et al. 2020, arXiv:2005.14165, table 2.1, as printed; a device has 1/64 of the batch."""
+TOKENS = 2048
 
 
-def even_gradients(size_bytes: int) -> list[tuple[int, float]]:
-    """Gradients of equal parts of a model, which become ready one after another."""
-    return [(size_bytes // _PARTS, (each + 1) / _PARTS) for each in range(_PARTS)]
-
-
-def profile_of(name: str, model: PresetModel, sizes: Iterable[int] = (), *, samples: int = 0) -> ModelProfile:
-    """A preset model's profile on a device that computes forward and backward in a second; see :func:`moved`.
-
-    ``sizes`` are numbers of ranks over which layers are split; ``samples`` those of a device's batch, or of that of
-    ranks which share one, by default the model's.
-    """
+def profile_of(name: str, node: Node, samples: int = 0) -> ModelProfile:
+    """A preset model on a device of ``node``, with ``samples`` in a device's batch, by default the model's."""
+    model = MODELS[name]
     samples = samples or model.samples
-    message = 2 * samples * model.sequence * model.width
-
-    def held(size: int) -> HeldBytes:
-        count = round(model.parameters / size)
-        return HeldBytes(2 * count, 2 * count, 12 * count)
-
-    splits = {
-        size: SplitPart(
-            num_ranks=size, phases=_UNIT.times(1 / size), held=held(size),
-            collectives=[("all_reduce", message)] * (4 * model.layers),
-            activations_bytes=round(model.layers * model.layer_activations_bytes(samples, size)),
-        )
-        for size in sizes if model.heads % size == 0
-    }  # fmt: skip
-    return ModelProfile(
-        name=name, samples=samples, parameters=round(model.parameters), held=held(1),
-        flops=6 * model.parameters * model.sequence * samples,
-        activations_bytes=round(model.layers * model.layer_activations_bytes(samples)),
-        gradients=even_gradients(held(1).gradients_bytes), phases=_UNIT, splits=splits,
-        chain=_chain(model, samples, message, held(model.layers)),
-    )  # fmt: skip
+    tokens = samples * TOKENS  # a layer saves s b h 34 + 5 a s^2 b bytes in 16 bits
+    activations = model.layers * tokens * (34 * model.width + 5 * model.heads * TOKENS)
+    return computed(name, model.parameters, (2, 2, 12), samples, 6 * model.parameters * tokens, node, activations)
 
 
-def _chain(model: PresetModel, samples: int, message: int, held: HeldBytes) -> ChainFigures:
-    """Equal layers."""
-    each = 1 / model.layers
-    saved = round(model.layer_activations_bytes(samples))
-    layer = PartCost(_UNIT.forward_s * each, _UNIT.backward_s * each, message, saved)
-    parts = MeasuredParts(samples=samples, parts=[PartCost(), *[layer] * model.layers, PartCost()])
-    return ChainFigures(name="layers", measured=[parts], held=[NOTHING, *[held] * model.layers, NOTHING])
+def computed(
+    name: str, parameters: float, bytes_: tuple[int, int, int], samples: int, flops: float, node: Node,
+    activations: int = 0,
+) -> ModelProfile:  # fmt: skip
+    """A model of so many operations a step; ``bytes_`` of a parameter, its gradient and its optimizer states.
 
-
-def moved(profile: ModelProfile, machine: Machine, utilisation: float = 0.5) -> ModelProfile:
-    """A model that was measured elsewhere, or nowhere, on ``machine``.
-
-    Forward and backward take the counted operations at ``utilisation`` of the fastest dtype's peak, divided between
-    them, the layers and the parts as measured; the optimizer reads and writes parameters and states, and reads
-    gradients. Loading of batches and Lightning's loop take as long as measured.
-
-    Raises:
-        ValueError: the model's operations were not counted.
+    The optimizer reads and writes parameters and states, and reads gradients.
     """
-    if not profile.flops:
-        raise ValueError(f"{profile.name} has no matrix product that torch can count, so its time on "
-                         f"{machine.name} is unknown; plan on a machine of 'lightning-multigpu calibrate'")  # fmt: skip
-    compute_s = profile.flops / (max(machine.flops_per_s.values()) * utilisation)
-
-    alone = profile.phases
-    factor = compute_s / (alone.forward_s + alone.backward_s)
-
-    def there(phases: Phases, held: HeldBytes) -> Phases:
-        times = phases.times(factor)
-        moved_bytes = 2 * (held.parameters_bytes + held.optimizer_bytes) + held.gradients_bytes
-        optimizer_s = moved_bytes / machine.memory_bytes_per_s
-        return replace(phases, forward_s=times.forward_s, backward_s=times.backward_s, optimizer_s=optimizer_s)
-
-    refused = {} if machine.device_type == "cpu" else dict.fromkeys(_SERVED, _NO_SERVERS)
-    return replace(
-        profile, phases=there(alone, profile.held), refused={**profile.refused, **refused},
-        splits={n: replace(part, phases=there(part.phases, part.held)) for n, part in profile.splits.items()},
-        chain=profile.chain and profile.chain.times(factor),
+    held = HeldBytes(*(round(parameters) * each for each in bytes_))
+    compute_s = flops / (0.5 * node.flops_per_s)
+    moved_bytes = 2 * (held.parameters_bytes + held.optimizer_bytes) + held.gradients_bytes
+    why = "the preset has figures of GPUs only"
+    return ModelProfile(
+        name=name, samples=samples, parameters=round(parameters), held=held, activations_bytes=activations,
+        gradients=[(held.gradients_bytes // _PARTS, (each + 1) / _PARTS) for each in range(_PARTS)],
+        phases=Phases(
+            forward_s=compute_s / 3, backward_s=2 / 3 * compute_s, optimizer_s=moved_bytes / node.memory_bytes_per_s
+        ),
+        refused=dict.fromkeys(("cpu_ps", "sync_ps", "async_ps", "sharded_ps"), f"its optimizer runs on the host: {why}")
+        | {"pipelines": "stages of a preset's model are not known"},
     )  # fmt: skip
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.scaling.machine_model import Machine, World
+from lightning_multigpu.planning.scaling.machine import Machine, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from lightning_multigpu.planning.scaling.step_model import (
+    RATIOS,
     Candidate,
     ImpossibleError,
     Prediction,
@@ -116,40 +119,22 @@ def ranked(model: ModelProfile, machine: Machine, candidates: Sequence[Candidate
 
 
 def _remedies(model: ModelProfile, machine: Machine, first: Prediction) -> list[Remedy]:
-    """Larger batches, fewer and smaller messages, for a step of which communication is a part."""
-    candidate, world = first.candidate, first.world
-    options = dict(candidate.options)
-    changes: list[tuple[str, ModelProfile, Candidate]] = [
-        (f"With batches {_BATCH_FACTOR} times as large", model.with_batches(_BATCH_FACTOR), candidate),
-        (
-            f"With accumulate_grad_batches={_BATCH_FACTOR * candidate.accumulate}",
-            model,
-            replace(candidate, accumulate=_BATCH_FACTOR * candidate.accumulate),
-        ),
-    ]
+    """Larger batches, and fewer or smaller messages."""
+    candidate, world, factor = first.candidate, first.world, _BATCH_FACTOR
+    changes = {f"With batches {factor} times as large": (model.with_batches(factor), candidate)}
+    several = replace(candidate, accumulate=factor * candidate.accumulate)
+    changes[f"With accumulate_grad_batches={several.accumulate}"] = model, several
     if candidate.strategy.startswith("ring_ddp"):
-        changes += [
-            (
-                f"With compression={coding.name!r}",
-                model,
-                replace(candidate, options={**options, "compression": coding.name}),
-            )
-            for coding in machine.codings
-            if world.nodes > 1 and "compression" not in options
-        ]
-        if "average_every" not in options:
-            averaged = replace(candidate, options={**options, "average_every": 8})
-            changes.append(("With average_every=8 (local SGD)", model, averaged))
-        half = model.gradient_bytes / 2**21
-        if half > 1 and world.nodes > 1:
-            fewer = replace(candidate, options={**options, "bucket_cap_mb": round(half, 1)})
-            changes.append((f"With bucket_cap_mb={half:.1f}, two messages a step", model, fewer))
+        settings: list[dict[str, Any]] = [{"average_every": 8}]
+        settings += [{"compression": coding} for coding in RATIOS if world.nodes > 1]
+        for [(name, value)] in map(dict.items, settings):
+            if name not in candidate.options:
+                changed = replace(candidate, options={**candidate.options, name: value})
+                changes[f"With {name}={value!r}"] = model, changed
     found = []
-    for change, changed, its in changes:
-        try:
-            prediction = predict(changed, machine, its, world)
-        except ImpossibleError:
-            continue
-        if prediction.samples_per_s >= _WORTH * first.samples_per_s:
-            found.append(Remedy(change, prediction))
+    for change, (its_model, its) in changes.items():
+        with suppress(ImpossibleError):
+            prediction = predict(its_model, machine, its, world)
+            if prediction.samples_per_s >= _WORTH * first.samples_per_s:
+                found.append(Remedy(change, prediction))
     return sorted(found, key=lambda remedy: -remedy.prediction.samples_per_s)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -15,7 +14,7 @@ from lightning_multigpu.engine.pipeline.splitting.chain import Chain, find_chain
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.splitting.traced_chain import TracedChain
 from lightning_multigpu.engine.tensor_split.parts import local
-from lightning_multigpu.planning.pipelines.balance import balanced_bounds, bounds_of_counts, cheapest_bounds
+from lightning_multigpu.planning.pipelines.balance import balanced_bounds, bounds_of_counts
 from lightning_multigpu.planning.pipelines.schedule_order import LOOPED_SCHEDULES, SCHEDULES, ScheduleName
 from lightning_multigpu.planning.pipelines.stage_costs import MeasuredBalance
 from lightning_multigpu.strategies import option_checks
@@ -166,14 +165,8 @@ class PipelineOptions:
             sizes = chain.parameter_bytes()
             # A layer that is in its container several times runs, and counts, as many times.
             each = [sizes[chain.layers.index(layer)] for layer in chain.layers]
-            total = [0, *accumulate(each)]
             bounds = balanced_bounds(each, num_stages)
             at_ends = Ownership(next(iter(chain.around)), chain, bounds, 0, num_ranks).at_ends()
             before, after = (sum(local(parameter).nbytes for parameter in own) for own in at_ends)
-
-            def size_bytes(stage: int, start: int, stop: int) -> int:
-                ends = (0 if start else before) + (after if stop == len(chain) else 0)
-                return total[stop] - total[start] + ends
-
-            return cheapest_bounds(size_bytes, len(chain), num_stages)
+            return balanced_bounds(each, num_stages, before, after)
         return bounds_of_counts(self.balance, len(chain), num_stages)

@@ -199,7 +199,7 @@ class RunningPipeline:
     def _training_step(self, batch: TrainingBatch, micro_batch: int) -> Any:
         """The loss of a micro-batch; no collective."""
         part = batch.parts[micro_batch]
-        if self.options.num_stages_of_rank > 1:  # a step may change its batch in place, and each stage runs it
+        if len(self.runner.stages) > 1:  # a step may change its batch in place, and each stage runs it
             part = cloned(part)
         with (
             self.strategy.precision_plugin.train_step_context(),
@@ -230,7 +230,7 @@ class RunningPipeline:
             further = tree_map_only(Tensor, Tensor.detach, gathered(batch.outputs, samples, model.device))
         received, further = self.outputs.from_last(message, further, "on_train_batch_end")
         logged, loss, stops, batch.has_new_term, uses_layers = received
-        if not (uses_layers or (model.is_last and self.options.num_stages_of_rank == 1)):
+        if not (uses_layers or (model.is_last and len(self.runner.stages) == 1)):
             # Stages before the last one have got zeros for parameters on which no loss depends, and one device has no
             # gradient: an optimizer with momentum or weight decay would change them.
             for parameter in batch.without_gradient:

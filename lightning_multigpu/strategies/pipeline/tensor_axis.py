@@ -1,6 +1,6 @@
 """The tensor axis of a pipeline: the ranks with the same stages split the layers of these stages.
 
-The layers are split on the first batch, on the whole module, before its stages are watched and balanced::
+The layers are split on the first batch, on the whole module, before its stages are balanced::
 
     first batch    every rank gets the whole module -> trial of split layers -> each keeps its part of its stages
     afterwards     stage 0    ranks 2 and 3    layers 0 and 1, half of each     activations go from rank 2 to rank 0

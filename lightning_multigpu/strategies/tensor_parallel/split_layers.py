@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 Plan = Literal["auto"] | Mapping[str, str]
 
-_STYLES = ("column", "row", "vocab", "head")
-
 
 def check_plan(plan: Plan) -> None:
     """Checks the option ``plan``."""
@@ -59,7 +57,7 @@ def check_plan(plan: Plan) -> None:
         if not isinstance(plan, Mapping) or not plan:
             raise ValueError(f"plan={plan!r}: pass 'auto', or a mapping such as {{'*.up': 'column'}}")
         for style in plan.values():
-            option_checks.check_choice("plan", style, _STYLES)
+            option_checks.check_choice("plan", style, ("column", "row", "vocab", "head"))
 
 
 def check_patterns(plan: Plan, module: Module) -> None:

@@ -303,13 +303,10 @@ class TensorSplitStrategy(RingDDPStrategy):
         """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
 
         Code gets the same values without it; it names the place where ranks communicate. A collective of the tensor
-        group: all of its ranks have to call it. Gradients flow back to each rank's part.
-
-        Args:
-            tensor: one that is not split is returned as it is.
+        group: all of its ranks have to call it. Gradients flow back to each rank's part. A tensor that is not split is
+        returned as it is.
         """
-        found: Tensor = whole(tensor)
-        return found
+        return whole(tensor)  # type: ignore[no-any-return]
 
     @override
     def on_predict_start(self) -> None:

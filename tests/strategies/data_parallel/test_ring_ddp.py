@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
 from lightning_multigpu.communication.metering.traffic import StepTraffic
-from lightning_multigpu.planning.scaling.step_model import usual_bucket_bytes
+from lightning_multigpu.planning.numbers import usual_bucket_bytes
 from tests.modules import Normalised
 from tests.strategies.tasks import Case, Classifier, eval_loader, fit, fit_module, make_strategy
 from tests.world import World

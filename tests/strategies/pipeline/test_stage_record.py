@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.callbacks import ProfilerReport
-from lightning_multigpu.planning.pipelines.pipeline_prediction import PlannedMemory
+from lightning_multigpu.planning.pipelines.stage_costs import PlannedMemory
 from lightning_multigpu.planning.pipelines.timeline import Timeline, bubble, usage
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.pipelines import TimedPipeline
