@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_multigpu.engine import parity
@@ -49,24 +49,6 @@ class Named(AdamW):
     """Only its name is new."""
 
 
-class Lookahead:
-    """No Optimizer: it holds one, and follows it slowly."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.param_groups = optimizer.param_groups
-        self.state = optimizer.state
-        self.slow: dict[Tensor, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        loss = self.optimizer.step(closure)
-        for p in (p for group in self.param_groups for p in group["params"]):
-            self.slow.setdefault(p, p.clone()).lerp_(p, 0.5)
-            p.copy_(self.slow[p])
-        return loss
-
-
 class Broken(SGD):
     def step(self, closure: Any = None) -> Any:
         raise RuntimeError("needs a GPU")
@@ -100,12 +82,10 @@ def scheduled() -> Optimizer:
         (lambda: Clipping(parameters()), True),
         (scheduled, True),
         (hooked, True),  # by gradients that batches have accumulated: it runs before the closure that computes them
-        (lambda: Lookahead(Clipping(parameters())), True),
         (lambda: torch.optim.LBFGS(parameters()), True),
-        (lambda: Lookahead(SGD(parameters(), lr=0.1)), False),
         (lambda: Named([{"params": [p], "lr": 0.1} for p in parameters()]), False),
     ],
-    ids=["SAM", "clips", "scheduled", "hooked", "wrapped-clips", "LBFGS", "wrapped", "subclass"],
+    ids=["SAM", "clips", "scheduled", "hooked", "LBFGS", "subclass"],
 )
 def test_what_computes_with_all_gradients_is_found(made: Any, couples: bool) -> None:
     optimizer = made()

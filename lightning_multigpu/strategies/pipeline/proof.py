@@ -252,13 +252,17 @@ def form_of(loss: Tensor) -> set[tuple[int, str, str]]:
     Distances of 8 and more count as 8, so that loops of varying length make few forms.
     """
     form: set[tuple[int, str, str]] = set()
-    distances: dict[Any, int] = {loss.grad_fn: 0}
-    nodes = list(distances)
-    for node in nodes:  # which grows
-        for other, _ in () if node is None else node.next_functions:
-            if other is not None:
-                form.add((distances[node], node.name(), other.name()))
-                if other not in distances and len(nodes) < 2000:
-                    distances[other] = min(distances[node] + 1, 8)
-                    nodes.append(other)
+    nodes: list[Any] = [loss.grad_fn]
+    seen, distance = {None, *nodes}, 0
+    while nodes and len(seen) < 2000:
+        following = []
+        for node in filter(None, nodes):
+            name = node.name()
+            for other, _ in node.next_functions:
+                if other is not None:
+                    form.add((distance, name, other.name()))
+                    if other not in seen:
+                        seen.add(other)
+                        following.append(other)
+        nodes, distance = following, min(distance + 1, 8)
     return form
