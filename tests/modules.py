@@ -7,7 +7,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -76,14 +75,6 @@ class TwoOptimizers(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         return [torch.optim.Adam(self.first.parameters(), lr=0.1), torch.optim.SGD(self.second.parameters(), lr=0.3)]
-
-
-class ScalesWeights(Callback):
-    """It changes weights in place, as every rank of stock DDP would for itself."""
-
-    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
-        for parameter in module.parameters():
-            parameter.data.mul_(0.9)
 
 
 class Stream(IterableDataset[Any]):

@@ -1,11 +1,11 @@
-"""Tables of the settings that ranks must have in common, and the differences between them."""
+"""Tables of the settings that ranks must have in common, the differences between them, and ranks as text."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -86,3 +86,13 @@ def rank_list(ranks: Iterable[int]) -> str:
     runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])]
     spans = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank{'' if len(ordered) == 1 else 's'} {spans}"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """The members of a group in a few characters: "0-3", with a stride "0-6:2", otherwise "0,3,4"."""
+    if len(ranks) < 2:
+        return ",".join(map(str, ranks))
+    stride = ranks[1] - ranks[0]
+    if stride > 0 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, stride)):
+        return f"{ranks[0]}-{ranks[-1]}" + (f":{stride}" if stride > 1 else "")
+    return ",".join(map(str, ranks))

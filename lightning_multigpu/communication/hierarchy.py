@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce
-from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
-from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.ring import GATHER, REDUCE, RingAllReduce, chunk_bounds
+from lightning_multigpu.communication.shared_memory.host_all_reduce import Bounds, SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 
 MOST_MOVED = 256
@@ -109,7 +109,7 @@ class HierarchicalAllReduce:
         between = compressed or ring
         begin: Callable[..., Any] = ring.begin if compressed is None else partial(compressed.begin, key=key)
         if inside is None:
-            return Plan(SentBytes(between.sent_bytes(tensor), 0), lambda: begin(tensor, average=average).finish)
+            return Plan(SentBytes(between.sent_bytes(tensor), 0), lambda: begin(tensor, average=average))
         flat = tensor.detach().view(-1)
         bounds = chunk_bounds(flat.numel(), inside.world_size)
         start, end = bounds[inside.rank]
@@ -117,11 +117,60 @@ class HierarchicalAllReduce:
         def reduce() -> None:
             shard = inside.reduce_scatter(flat, average=average, bounds=bounds)
             if shard.numel():
-                begin(shard, average=average).finish()
+                begin(shard, average=average)()
             inside.all_gather(flat, bounds=bounds)
 
         # Memory: its values of the others' shards, and the sums of its own shard.
         return Plan(SentBytes(between.sent_bytes(flat[start:end]), flat.nbytes), reduce)
+
+    @property
+    def order(self) -> list[int]:
+        """The order of the ranks' parts in :meth:`reduce_scatter`: first those of the first ranks of all hosts.
+
+        Rank r is rank r % k of host r // k, where each host has k ranks.
+        """
+        size, hosts = self._layout
+        return [host * size + local for local in range(size) for host in range(hosts)]
+
+    @property
+    def _layout(self) -> tuple[int, int]:
+        return 1 if self.inside is None else self.inside.world_size, 1 if self._ring is None else self._ring.world_size
+
+    def _parts(self, bounds: Bounds) -> tuple[Bounds, Bounds, slice]:
+        """The shards of this host's ranks; the parts of all hosts within this rank's shard; and that shard."""
+        size, hosts = self._layout
+        inside = [(bounds[k * hosts][0], bounds[(k + 1) * hosts - 1][1]) for k in range(size)]
+        own = 0 if self.inside is None else self.inside.rank
+        start, end = inside[own]
+        return inside, [(a - start, b - start) for a, b in bounds[own * hosts :][:hosts]], slice(start, end)
+
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, *, average: bool = False) -> None:
+        """Reduces each rank's part of ``flat`` on that rank; other parts are overwritten. Raises as a call.
+
+        Args:
+            bounds: first and one-past-last element of the part of each rank, in :attr:`order`, one after the other.
+        """
+        inside, between, shard = self._parts(bounds)
+        if self.inside is not None:
+            self.inside.reduce_scatter(flat, average=average, bounds=inside)
+        if self._ring is not None:
+            self._ring.begin(flat[shard], average=average, phases=REDUCE, bounds=between)()
+
+    def all_gather(self, flat: Tensor, bounds: Bounds) -> None:
+        """Fills ``flat`` with the part of every rank; ``bounds`` as for :meth:`reduce_scatter`. Raises as a call."""
+        inside, between, shard = self._parts(bounds)
+        if self._ring is not None:
+            self._ring.begin(flat[shard], phases=GATHER, bounds=between)()
+        if self.inside is not None:
+            self.inside.all_gather(flat, bounds=inside)
+
+    def sent_parts(self, bounds: Bounds, itemsize: int) -> tuple[SentBytes, SentBytes]:
+        """Bytes that this rank sends in a :meth:`reduce_scatter`, and in an :meth:`all_gather`."""
+        inside, between, shard = self._parts(bounds)
+        sizes = [(b - a) * itemsize for a, b in between]
+        own, held, total = 0 if self._ring is None else self._ring.rank, sum(sizes), inside[-1][1] * itemsize
+        shared = 0 if self.inside is None else held
+        return SentBytes(held - sizes[own], total - held), SentBytes(held - sizes[(own + 1) % len(sizes)], shared)
 
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.

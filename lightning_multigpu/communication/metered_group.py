@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.digest import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
 from lightning_multigpu.communication.metering.traffic import sent_share
-from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.tensors import alike, apply_flat
 
 _REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {

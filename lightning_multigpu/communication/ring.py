@@ -21,7 +21,7 @@ Parallel and Distributed Computing 69 (2009), section 4.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
@@ -35,6 +35,10 @@ from lightning_multigpu.communication.tensors import check_reducible
 DEFAULT_SEGMENT_BYTES = 1 << 20
 """Chunks are sent in segments of this size: one is summed in cache while the next arrives."""
 
+Phase = Literal["reduce", "gather"]
+REDUCE: tuple[Phase, ...] = ("reduce",)
+GATHER: tuple[Phase, ...] = ("gather",)
+
 _TAG = 8  # and 9: tensors use them in turn. lightning_multigpu.communication.compression uses lower ones
 
 _AHEAD = 2
@@ -46,7 +50,7 @@ where replies have to wait too."""
 class RingStep:
     """One step of one rank: send one chunk to the next rank, receive another one from the previous rank."""
 
-    phase: Literal["reduce", "gather"]
+    phase: Phase
     send: int
     receive: int
 
@@ -143,32 +147,56 @@ class RingAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous, or an average of integers is asked for.
             RuntimeError: a neighbour has ended, or the group's timeout has passed.
         """
-        return self.begin(tensor, average=average).finish()
+        return self.begin(tensor, average=average)()
 
-    def begin(self, tensor: Tensor, *, average: bool = False) -> PendingRing:
-        """As a call, but returns when the first segments are being sent; ``finish()`` of the result does the rest.
+    def begin(
+        self,
+        tensor: Tensor,
+        *,
+        average: bool = False,
+        phases: Collection[Phase] = REDUCE + GATHER,
+        bounds: Sequence[tuple[int, int]] | None = None,
+    ) -> Callable[[], Tensor]:
+        """As a call, but returns when the first segments are being sent; the result does the rest.
 
         One more tensor may begin before the earlier one is finished, so that the network is not idle between the two.
         Tensors must be finished in the order in which they began.
+
+        Args:
+            phases: "reduce" alone gives each rank the sums of its chunk, "gather" alone all ranks the chunks of all.
+            bounds: first and one-past-last element of each rank's chunk; they may be empty. By default chunks are as
+                even as possible, and rank r has chunk r + 1.
         """
         check_reducible(tensor, "the ring", average=average)
         self._tag = 1 - self._tag
-        return PendingRing(self, tensor, average, self._tag)
+        if bounds is None:
+            bounds = chunk_bounds(tensor.numel(), self.world_size)
+        else:
+            bounds = [bounds[(chunk - 1) % self.world_size] for chunk in range(self.world_size)]
+        return _PendingRing(self, tensor, average, self._tag, phases, bounds).finish
 
 
-class PendingRing:
+class _PendingRing:
     """A tensor that is being reduced."""
 
-    def __init__(self, ring: RingAllReduce, tensor: Tensor, average: bool, tag: int) -> None:
+    def __init__(
+        self,
+        ring: RingAllReduce,
+        tensor: Tensor,
+        average: bool,
+        tag: int,
+        phases: Collection[Phase],
+        bounds: Sequence[tuple[int, int]],
+    ) -> None:
         self._ring = ring
         self._tensor = tensor
         self._average = average
         self._tag = tag
         self._flat = tensor.detach().view(-1)
-        self._steps = list(ring_steps(ring.rank, ring.world_size))
+        self._steps = [step for step in ring_steps(ring.rank, ring.world_size) if step.phase in phases]
         if not self._steps:
             return
-        self._bounds = chunk_bounds(self._flat.numel(), ring.world_size)
+        self._bounds = bounds
         self._waiting = deque(self._flat[a:b] for a, b in self._segments(self._bounds[self._steps[0].send]))
         self._posted = self._post(0)
         self._sends = [self._send(self._waiting.popleft()) for _ in range(min(_AHEAD, len(self._waiting)))]
@@ -215,7 +243,7 @@ class PendingRing:
         start, end = self._bounds[step.receive]
         for a, b in self._segments((start, end)):
             if step.phase == "reduce":
-                half = self._bounds[0][1] - self._bounds[0][0]
+                half = max(b - a for a, b in self._bounds)
                 incoming = self._ring.scratch(self._flat.dtype, half, self._tag, index)[a - start : b - start]
             else:
                 incoming = self._flat[a:b]

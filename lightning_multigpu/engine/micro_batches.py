@@ -127,38 +127,34 @@ def combined_loss(losses: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total
 
 
-def disagreement(
-    losses: Sequence[float], parts: Sequence[Any], weights: Sequence[float], loss_reduction: LossReduction, rtol: float
-) -> str | None:
-    """A message if the losses of micro-batches do not add up to the loss of their batch; None if they do.
+def disagreement(losses: Sequence[float], parts: Sequence[Any], loss_reduction: LossReduction, rtol: float) -> str:
+    """A message if the losses of micro-batches do not add up to the loss of their batch; empty if they do.
 
     The difference is relative to the loss or to the sum of the parts' magnitudes, whichever is larger: parts may
     cancel. Parts of weight 0 are left out: theirs may be means over nothing.
 
     Args:
         losses: that of the batch, and those of its parts.
-        parts, weights: the micro-batches, and the weights of their losses by ``loss_reduction``.
         rtol: the relative difference that rounding explains.
     """
     whole, *rest = losses
 
-    def combined(weights: Sequence[float]) -> tuple[float, float]:
+    def combined(reduction: LossReduction) -> tuple[float, float]:
         """The loss of the batch from those of its parts, and the relative difference."""
-        terms = [loss * weight for loss, weight in zip(rest, weights, strict=True) if weight]
+        terms = [loss * weight for loss, weight in zip(rest, weights_of(parts, reduction), strict=True) if weight]
         return sum(terms), abs(whole - sum(terms)) / (max(abs(whole), sum(map(abs, terms))) or 1.0)
 
-    found, difference = combined(weights)
+    found, difference = combined(loss_reduction)
     if difference <= rtol:
-        return None
+        return ""
     fix = (
-        "If it is a mean over something else than samples, pass loss_reduction=a function from a batch to its "
-        "weight (the number of targets that are not ignored, for example). A loss that compares "
-        "samples of a batch with each other cannot be cut: pass num_micro_batches=1"
+        "If it is a mean over something else than samples, pass loss_reduction=a function from a batch to its weight "
+        "(the number of targets that are not ignored, for example). A loss that compares samples of a batch with each "
+        "other cannot be cut: pass num_micro_batches=1"
     )
     known: tuple[LossReduction, ...] = ("sum", "mean")
     for other in known:
-        if combined(weights_of(parts, other))[1] <= rtol:
-            fix = f"With loss_reduction={other!r} both agree; pass that"
+        fix = f"With loss_reduction={other!r} both agree; pass that" if combined(other)[1] <= rtol else fix
     given = getattr(loss_reduction, "__name__", "a function") if callable(loss_reduction) else repr(loss_reduction)
     return (
         f"the loss of a batch is {whole:.10g} as a whole, and {found:.10g} in {len(rest)} micro-batches under "

@@ -163,6 +163,19 @@ def preserved_values(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
             parameter.data = data
 
 
+@contextmanager
+def without_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Takes the gradients away at the beginning of the block, and puts them back at its end."""
+    before = [(parameter, parameter.grad) for parameter in parameters]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+
+
 # Most values of a module, which would take most of the time.
 _CANNOT_CHANGE = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device})
 

@@ -20,7 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_multigpu._lightning_internals import EndOfRun
-from lightning_multigpu.communication.rank_ranges import ranks_text
+from lightning_multigpu.communication.digest import ranks_text
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import last_checkpoint_of
 from lightning_multigpu.job.guardian import Failure, GuardianClient, RankFailedError
 from lightning_multigpu.job.guardian.failure import text_of
@@ -28,7 +28,7 @@ from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
 from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
-from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, limit_later_exit, resume_advice
+from lightning_multigpu.job.uncaught_errors import EXIT, resume_advice
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -75,7 +75,6 @@ class FailureWatch:
         self.signals = signals
         self._cut: Callable[[], object] | None = None
         self._world_size = 0  # once the ranks have joined
-        self._exit = FailedExit(0.0, 0.0)
         self._trainer: pl.Trainer | None = None  # of a failed run that can be resumed
         self._hooks_follow = self._can_be_lost = False
 
@@ -83,7 +82,7 @@ class FailureWatch:
         """Begins a new run, whose ranks have yet to join; ``cut`` ends their waits until then."""
         self.failed = self.is_lost = self._can_be_lost = False
         self.failure = None
-        limit_later_exit(None)
+        EXIT.forget()
         self._cut, self._world_size = cut, 0
 
     def joined(self, cut: Callable[[], object], world_size: int) -> None:
@@ -137,9 +136,9 @@ class FailureWatch:
         advice = ""
         with contextlib.suppress(Exception):  # a directory that cannot be read must not hide the failure
             advice = "" if self._trainer is None else resume_advice(last_checkpoint_of(self._trainer))
-        self._exit.is_printed = True  # also where a launcher ends this rank meanwhile
+        EXIT.is_printed = True  # also where a launcher ends this rank meanwhile
         with contextlib.suppress(KeyboardInterrupt, SIGTERMException):
-            self._exit.is_printed = client.leave_failed_run(advice)
+            EXIT.is_printed = client.leave_failed_run(advice)
         leave_guardian()
 
     def guarded(
@@ -158,21 +157,19 @@ class FailureWatch:
             if (self.signals.agreed_on(error) and not self._can_be_lost) or isinstance(error, EndOfRun):
                 self._hooks_follow = False  # all ranks end together; later errors are no failures of the job
                 if not isinstance(error, EndOfRun):
-                    limit_later_exit(run.failure_timeout_s)
+                    EXIT.after(error, run.failure_timeout_s)
                 raise
             step = trainer.global_step if trainer is not None and self._world_size else None
-            self._exit = FailedExit(run.failure_timeout_s, time.monotonic())
             failure = self.settle(error, run, step)
-            self._exit.is_printed = self.is_lost
+            EXIT.is_printed = self.is_lost
             if trainer is not None and trainer.lightning_module is not None:
                 compute_alone(trainer.lightning_module)
             self._trainer = trainer if run.node_rank == 0 and has_trained(trainer) else None
-            if failure is None or not isinstance(error, Exception):
-                exit_after(error, self._exit)
+            raised = failure.exception() if failure is not None and isinstance(error, Exception) else error
+            EXIT.after(raised, run.failure_timeout_s)
+            if raised is error:
                 raise
-            others = failure.exception()
-            exit_after(others, self._exit)
-            raise others from None
+            raise raised from None
 
     @ignoring_ends_of_workers()
     def settle(self, error: BaseException, run: RunContext, step: int | None) -> Failure | None:
@@ -182,9 +179,8 @@ class FailureWatch:
             The failure of another rank, or None if ``error`` is this rank's own, also if another rank was first.
         """
         self.failed, self._hooks_follow = True, False
-        if not isinstance(error, Exception):
-            limit_later_exit(run.failure_timeout_s)
-        patience_s = _SETTLE_S if _is_connection_loss(error) else 0.0
+        is_connection_loss = isinstance(error, RuntimeError) and _CONNECTION_LOST.search(text_of(error))
+        patience_s = _SETTLE_S if is_connection_loss else 0.0
         if isinstance(error, SIGTERMException):
             patience_s = _SETTLE_AFTER_SIGTERM_S
         other = self._verdict(patience_s)
@@ -241,7 +237,3 @@ def advise_resuming(trainer: pl.Trainer | None, exception: BaseException) -> Non
         advice = resume_advice(last_checkpoint_of(trainer))
         if advice and trainer.is_global_zero:
             sys.stderr.write(f"{advice}\n")
-
-
-def _is_connection_loss(error: BaseException) -> bool:
-    return isinstance(error, RuntimeError) and bool(_CONNECTION_LOST.search(text_of(error)))

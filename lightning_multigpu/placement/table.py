@@ -52,6 +52,20 @@ def split_of(optimizer: Optimizer) -> Split:
     return "tensors" if type(optimizer) in _TENSORWISE else "nothing"
 
 
+def as_dense(gradient: Tensor, optimizer: Optimizer) -> Tensor:
+    """A gradient in the dense form in which owners update.
+
+    Raises:
+        ValueError: it is sparse, and the optimizer may update only the rows that a sparse gradient has.
+    """
+    if gradient.is_sparse and split_of(optimizer) != "elements":
+        raise ValueError(
+            f"{type(optimizer).__name__} has sparse gradients, which owners update as dense ones, in all rows: use "
+            "SGD or Adagrad, sparse=False with Adam, or strategy='ring_ddp'"
+        )
+    return gradient.to_dense()
+
+
 class Piece(NamedTuple):
     """Elements ``start`` to ``stop`` of the tensor ``number``; they begin at ``offset`` of the flat tensor."""
 

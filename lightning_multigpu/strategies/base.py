@@ -28,11 +28,10 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction, UnevenInputs, full_batch_size
-from lightning_multigpu.engine.data_parallel.common_values import CommonValues
-from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
+from lightning_multigpu.engine.data_parallel.averaging import GivenGradients
+from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
-from lightning_multigpu.engine.data_parallel.replicas import check_replicas
 from lightning_multigpu.engine.data_parallel.trained_parameters import (
     TrainedParameters,
     check_embeddings,
@@ -104,7 +103,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
             ``failure_timeout_s`` because the hosts of a job start, and import their libraries, at different times.
         verify_steps: so many batches of a fit are compared before they train: on each rank the gradients of two halves
             have to add up to those of the batch, as they do unless the loss couples the samples of a batch; see
-            :class:`.PartsCheck`. 0 compares nothing. Has no effect in manual optimization.
+            :func:`.coupling`. 0 compares nothing. Has no effect in manual optimization.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks which train the same parameters hold
             the same values; a difference raises an error that names the parameters and the ranks. Data parallel ranks
             also check batches 0, 1, 10, 100 and so on, and all ranks check at the end of a fit; 0 checks nothing. A

@@ -12,8 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.engine.data_parallel.averaging import average_gradients
-from lightning_multigpu.engine.data_parallel.given_gradients import GivenGradients
+from lightning_multigpu.engine.data_parallel.averaging import GivenGradients, average_gradients
 from lightning_multigpu.placement.owned_step import OwnedStep, Transport, check_apart
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods

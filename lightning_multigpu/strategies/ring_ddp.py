@@ -15,8 +15,7 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP
 from lightning_multigpu.communication.compression import make_compressor
-from lightning_multigpu.communication.tensors import alike, apply_flat
-from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
+from lightning_multigpu.engine.data_parallel.averaging import ModelAverager, average_gradients
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, not_ignored, unused_error
@@ -243,9 +242,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             assert self._trained is not None
             if not is_complete:
                 raise unused_error(self._trained.without_gradient(), "RingDDPStrategy")
-            missed = self._trained.missed(self.optimizers, self.gather_objects)
-            for gradients in alike(parameter.grad for parameter in missed if parameter.grad is not None):
-                apply_flat(self.reducer.average, gradients)
+            if missed := self._trained.missed(self.optimizers, self.gather_objects):
+                average_gradients(missed, self._data_axis)
         return loss
 
     @override

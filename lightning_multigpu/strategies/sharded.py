@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.owner_parts import OwnerParts
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters
 from lightning_multigpu.engine.remote_values import RemoteValues
@@ -46,8 +49,8 @@ class ShardedStrategy(MultiGPUStrategy):
     gradients, and as many bytes of traffic again.
 
     Args:
-        bucket_cap_mb: small gradients and parameters of one owner travel together, in messages of about so many MiB; 0
-            sends each one alone.
+        bucket_cap_mb: gradients travel together that have about so many MiB for each owner, and parameters eight times
+            as many; 0 sends each one alone.
         find_unused_parameters: allow losses that depend on different parameters on each rank, or on some parameters
             only. Gradients then travel after backward, not during it. By default True in manual optimization only.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
@@ -104,7 +107,13 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
+        assert self.groups is not None
         self._group = self.metered(self.collectives.data.group, "shards")
+        reducer = GradientTransport().open(
+            self.groups, self.meter, ranks_per_host=self.num_processes, hook=None, warn=rank_zero_warn
+        )
+        self._parts = OwnerParts(self._group, reducer.all_reduce)
+        self._undo.callback(self._parts.close)
         if self._given["broadcast_buffers"]:
             self.buffers = ModuleBuffers(self._module, self._data_axis)
         return self._begin_alike(model, self._data_axis)
@@ -135,7 +144,7 @@ class ShardedStrategy(MultiGPUStrategy):
         from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
         assert self._group is not None
-        return ShardTransport(optimizer, self._group, self._bucket_bytes)
+        return ShardTransport(optimizer, self._group, self._parts, self._bucket_bytes)
 
     def _check_optimizers(self) -> None:
         scales = getattr(self.precision_plugin, "scaler", None) is not None
@@ -167,6 +176,7 @@ class ShardedStrategy(MultiGPUStrategy):
             module,
             {p: owner for transport in self.owned.transports for p, owner in transport.shards.owners.items()},
             self._group,
+            self._parts,
             bucket_bytes=self._bucket_bytes,
             shows_all=self.given is not None,
             find_unused=not module.automatic_optimization if find_unused is None else find_unused,

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_multigpu.communication.digest import ranks_text
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
-from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.job.guardian.hang.flight_recorder import parse_ranks
 from tests.world import World, init_group
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate, pairwise
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.compression.compressors import Int8
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.ring import RingAllReduce, chunk_bounds
+from lightning_multigpu.communication.ring import DEFAULT_SEGMENT_BYTES, RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.communication.shared import own_errors
 from tests.world import World, init_group, rank
@@ -30,7 +31,9 @@ def _own(lines: list[list[int]]) -> dist.ProcessGroup:
 
 
 @contextmanager
-def hierarchy(*, compressed: bool = False, hosts: list[list[int]] = HOSTS) -> Iterator[HierarchicalAllReduce]:
+def hierarchy(
+    *, compressed: bool = False, hosts: list[list[int]] = HOSTS, segment_bytes: int = DEFAULT_SEGMENT_BYTES
+) -> Iterator[HierarchicalAllReduce]:
     """Over four ranks; one host of four, or four hosts of one, are hierarchies as well."""
     init_group()
     inside = SharedMemoryAllReduce(_own(hosts)) if len(hosts[0]) > 1 else None
@@ -38,7 +41,7 @@ def hierarchy(*, compressed: bool = False, hosts: list[list[int]] = HOSTS) -> It
     if len(hosts) > 1:
         group = _own([list(line) for line in zip(*hosts, strict=True)])
         coded = compressed and CompressedAllReduce(group, Int8(chunk_size=32), segment_elements=100)
-        between = coded or RingAllReduce(group)
+        between = coded or RingAllReduce(group, segment_bytes=segment_bytes)
     reduce = HierarchicalAllReduce(inside, between)
     try:
         yield reduce
@@ -86,6 +89,44 @@ def test_sums_are_those_of_all_ranks_to_the_same_bit(world4: World, hosts: list[
                 size_bytes = dtype.itemsize * numel
                 assert sum(results[r][index][1] for r in host) == size_bytes
                 assert sum(results[r][index][2] for r in host) == size_bytes * len(host)
+
+
+PARTS = [[5000, 3, 0, 900], [0, 0, 7000, 0], [1, 2, 3, 4]]
+"""Elements of each rank."""
+
+
+def _parts(hosts: list[list[int]]) -> list[tuple[int, Tensor, Tensor, tuple[Any, Any]]]:
+    """Of each of the ``PARTS``: the place of this rank's part, its averages, all parts gathered, and what was sent."""
+    found = []
+    with hierarchy(hosts=hosts, segment_bytes=1000) as reduce:
+        for sizes in PARTS:
+            ends = [0, *accumulate(sizes[each] for each in reduce.order)]
+            bounds = [*pairwise(ends)]
+            start, end = bounds[reduce.order.index(rank())]
+            flat = given(0, rank(), ends[-1])
+            reduce.reduce_scatter(flat, bounds, average=True)
+            own, flat = flat[start:end].clone(), torch.full_like(flat, rank())
+            reduce.all_gather(flat, bounds)
+            found.append((start, own, flat, reduce.sent_parts(bounds, 4)))
+    return found
+
+
+@pytest.mark.parametrize("hosts", [HOSTS, *OTHER_LAYOUTS], ids=str)
+def test_parts_go_to_their_owners_and_back(world4: World, hosts: list[list[int]]) -> None:
+    results = world4.run(_parts, hosts)
+    order = [host[local] for local in range(len(hosts[0])) for host in hosts]
+    for index, sizes in enumerate(PARTS):
+        numel = sum(sizes)
+        mean = torch.stack([given(0, r, numel) for r in range(4)]).mean(0)
+        gathered = torch.cat([torch.full((sizes[each],), float(each)) for each in order])
+        for found in results:
+            start, own, flat, _ = found[index]
+            torch.testing.assert_close(own, mean[start : start + len(own)], rtol=1e-6, atol=1e-6)
+            assert torch.equal(flat, gathered)
+        for phase in range(2):
+            network, memory = (sum(found[index][3][phase][kind] for found in results) for kind in range(2))
+            assert network == 4 * numel * (len(hosts) - 1), "each host sends each part once, but its own"
+            assert memory == (4 * numel * len(hosts) * (1 if phase else len(hosts[0]) - 1) if len(hosts[0]) > 1 else 0)
 
 
 def _kept(reduce: HierarchicalAllReduce, num_hosts: int = 2) -> Tensor:

@@ -91,13 +91,13 @@ def _overlapping(odd_ranks_too: bool) -> bool:
     for tensor in tensors:
         begun = ring.begin(tensor)
         if pending is not None:
-            pending.finish()
+            pending()
         pending = begun
         if rank % 2 and not odd_ranks_too:
-            pending.finish()
+            pending()
             pending = None
     if pending is not None:
-        pending.finish()
+        pending()
     sums = [torch.arange(numel) * (n * (n + 1) / 2) + n * call for call, numel in enumerate(numels)]
     return all(torch.equal(tensor, expected) for tensor, expected in zip(tensors, sums, strict=True))
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from lightning_multigpu.engine import parity
-from lightning_multigpu.engine.parity import ProbeError, couples_parameters
+from lightning_multigpu.engine.parity import couples_parameters
 
 
 class SAM(Optimizer):
@@ -117,7 +117,7 @@ def test_what_computes_with_all_gradients_is_found(made: Any, couples: bool) -> 
 
 
 def test_what_fails_is_said() -> None:
-    with pytest.raises(ProbeError, match="RuntimeError: needs a GPU"):
+    with pytest.raises(RuntimeError, match="needs a GPU"):
         couples_parameters(Broken(parameters(), lr=0.1))
 
 

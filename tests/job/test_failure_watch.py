@@ -52,8 +52,7 @@ class Client:
 
 
 @pytest.fixture
-def watch(monkeypatch: pytest.MonkeyPatch) -> FailureWatch:
-    monkeypatch.setattr("lightning_multigpu.job.failure_watch.limit_later_exit", lambda timeout_s: None)
+def watch() -> FailureWatch:
     return FailureWatch(RunSignals())
 
 
@@ -154,10 +153,10 @@ def test_a_failure_that_came_while_the_ranks_joined(watch: FailureWatch) -> None
 
 EXIT = """
 import sys, threading, time
-from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, limit_later_exit
+from lightning_multigpu.job.uncaught_errors import EXIT
 def fail():
     error = ValueError("spoilt")
-    exit_after(error, FailedExit(0.2, time.monotonic()))
+    EXIT.after(error, 0.2)
     raise error
 def catch():
     try: fail()
@@ -176,8 +175,8 @@ print("goes on", flush=True)
         pytest.param("", 60, "fail()", -signal.SIGALRM, id="a failure"),
         pytest.param("sys.excepthook = print", 60, "fail()", -signal.SIGALRM, id="with the program's own hook"),
         pytest.param("catch()", 1, "", 0, id="a failure that the program survives"),
-        pytest.param("limit_later_exit(0.2)", 60, "sys.exit(1)", -signal.SIGALRM, id="a signal"),
-        pytest.param("limit_later_exit(0.2); limit_later_exit(None)", 1, "", 0, id="a further run after a signal"),
+        pytest.param("EXIT.after(SystemExit(), 0.2)", 60, "sys.exit(1)", -signal.SIGALRM, id="a signal"),
+        pytest.param("EXIT.after(SystemExit(), 0.2); EXIT.forget()", 1, "", 0, id="a further run after a signal"),
     ],
 )
 def test_the_exit_after_a_failure_ends(before: str, thread_s: float, ends: str, status: int) -> None:

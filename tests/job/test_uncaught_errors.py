@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
-import time
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
 import pytest
 
-from lightning_multigpu.job import uncaught_errors
-from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, resume_advice
+from lightning_multigpu.job.uncaught_errors import Exit, resume_advice
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
 @pytest.fixture(autouse=True)
-def limited(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The times to which exits were limited."""
-    found: list[float] = []
+def exit_(monkeypatch: pytest.MonkeyPatch) -> Exit:
+    """That of this process, whose run has failed."""
     monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
-    monkeypatch.setattr(uncaught_errors, "limit_exit", lambda timeout_s, since_s: found.append(timeout_s))
-    return found
+    return Exit()
 
 
-def failed(*, is_printed: bool = True) -> ValueError:
+def failed(exit_: Exit, *, is_printed: bool = True) -> ValueError:
     error = ValueError("spoilt")
-    exit_after(error, FailedExit(5.0, time.monotonic(), is_printed))
+    exit_.after(error, 5.0)
+    exit_.is_printed = is_printed
     return error
 
 
@@ -38,29 +34,23 @@ def printed(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_what_the_guardian_has_printed_is_printed_once(
-    capsys: pytest.CaptureFixture[str], limited: list[float]
-) -> None:
-    assert printed(failed(), capsys) == ""
-    assert printed(failed(is_printed=False), capsys) == "ValueError: spoilt\n", "the guardian has been killed"
-    assert limited == [5.0, 5.0]
+def test_what_the_guardian_has_printed_is_printed_once(capsys: pytest.CaptureFixture[str], exit_: Exit) -> None:
+    assert printed(failed(exit_), capsys) == ""
+    assert printed(failed(exit_, is_printed=False), capsys) == "ValueError: spoilt\n", "the guardian has been killed"
+    assert exit_.is_limited
 
 
-def test_exceptions_of_a_program_that_goes_on_are_shown_as_ever(
-    capsys: pytest.CaptureFixture[str], limited: list[float]
-) -> None:
+def test_other_exceptions_are_shown_as_ever(capsys: pytest.CaptureFixture[str], exit_: Exit) -> None:
     other = KeyError("another")
-    error = failed()
-    assert printed(other, capsys) == "KeyError: 'another'\n"
-    assert limited == []
-    other.__context__ = error  # raised while the program handled the failure
+    other.__context__ = failed(exit_)  # raised while the program handled the failure
+    assert not exit_.is_limited
     assert printed(other, capsys).endswith("KeyError: 'another'\n")
-    assert limited == [5.0]
+    assert exit_.is_limited
 
 
 @pytest.mark.parametrize("is_wrapped", [False, True])
 def test_a_hook_of_the_users_own_is_called(
-    is_wrapped: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    is_wrapped: bool, exit_: Exit, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[BaseException] = []
 
@@ -68,8 +58,8 @@ def test_a_hook_of_the_users_own_is_called(
         calls.append(error)
 
     monkeypatch.setattr(sys, "excepthook", as_torch_does(users) if is_wrapped else users)
-    failed()
-    error = failed()  # a second failure finds the hook of the first one
+    failed(exit_)
+    error = failed(exit_)  # a second failure finds the hook of the first one
     assert printed(error, capsys) == ""
     assert calls == [error]
 
@@ -90,12 +80,3 @@ def test_the_last_line_names_the_file_to_resume_from(monkeypatch: pytest.MonkeyP
     assert resume_advice(".lr_find_7e01.ckpt") == "", "a Tuner removes that"
     monkeypatch.setattr(sys, "argv", ["/home/me/.venv/bin/lightning-multigpu", "fit"])
     assert resume_advice("runs/b.ckpt") == "Resume with lightning-multigpu fit --resume=runs/b.ckpt"
-
-
-def test_an_exception_that_a_program_catches_can_be_sent_to_another_process(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """The function that finds the checkpoint went with it, which pickle refuses."""
-    sent = pickle.loads(pickle.dumps(failed()))
-    assert (type(sent), sent.args) == (ValueError, ("spoilt",))
-    assert printed(sent, capsys) == "ValueError: spoilt\n"

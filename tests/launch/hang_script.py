@@ -23,7 +23,7 @@ from tests import faults
 from tests.strategies.tasks import Case, Classifier, eval_loader, make_trainer, train_loader
 
 RANKS = 2
-STEP = 1
+STEP = 2  # ranks compare their parameters in batches 0 and 1
 HANG_REPORT_S = 2.0
 FAILURE_TIMEOUT_S = 6.0
 CASE = Case(num_samples=48)

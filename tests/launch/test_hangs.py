@@ -78,7 +78,7 @@ def job(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[HangingJob]:
 def test_a_wait_that_ends_and_one_that_does_not(job: HangingJob) -> None:
     """Code that holds the interpreter lock, and a rank that never comes to a barrier in validation."""
     (locked,) = job.reports()
-    assert "  Rank 1 never came to all_reduce #2 of group data.\n" in locked, locked
+    assert "  Rank 1 never came to all_reduce #3 of group data.\n" in locked, locked
     assert re.search(r"^  1 .* -  .*does not answer: .*lock$", locked, re.MULTILINE), locked
     (job.directory / "interpreter lock").touch()
     hanging = job.reports(2)[1]
@@ -105,7 +105,7 @@ def test_two_ranks_in_different_collectives(job: HangingJob, call: str) -> None:
     report = job.reports()[0]
     verdict = (
         rf"anks have called different collectives, and cannot go on: rank 0 {call} "
-        r"\(launch/hang_script.py:\d+ in wait\), rank 1 all_reduce #2 of group data \("
+        r"\(launch/hang_script.py:\d+ in wait\), rank 1 all_reduce #3 of group data \("
     )
     assert re.search(verdict, report), report
     assert "The run ends." in report

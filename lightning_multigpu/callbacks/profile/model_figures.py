@@ -15,9 +15,9 @@ from lightning_multigpu.engine.batch_size import leading_size
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.hugging_face import models_in_stages
 from lightning_multigpu.engine.micro_batches import cloned, first_part, moved
-from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.pipeline.measuring.layer_costs import layer_costs
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
+from lightning_multigpu.engine.step_state import without_gradients
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.report.rank_figures import ModelFigures, ReadyGradient

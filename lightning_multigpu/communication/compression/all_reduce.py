@@ -1,16 +1,23 @@
-"""The all-reduce of gradients that ranks compress before sending."""
+"""The all-reduce of gradients that ranks compress before sending, with error feedback.
+
+The error of a step's compression is added to the gradients of the next step. Without it, a gradient that is always too
+small to be sent would be lost; with it, the sum of the sent values follows the sum of the given values.
+
+Sources: S. P. Karimireddy, Q. Rebjock, S. Stich, M. Jaggi, "Error feedback fixes SignSGD and other gradient
+compression schemes", ICML 2019, algorithm 2; H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel
+stochastic gradient descent with double-pass error-compensated compression", ICML 2019: there the owner of a sum keeps
+the sum's error too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_multigpu.communication.compression.compressors import Compressor
-from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
 from lightning_multigpu.communication.compression.owner_summed import (
     DEFAULT_SEGMENT_ELEMENTS,
     OwnerSummed,
@@ -19,8 +26,53 @@ from lightning_multigpu.communication.compression.owner_summed import (
     segments_by_owner,
     sent_bytes,
 )
-from lightning_multigpu.communication.ring import PendingRing, RingAllReduce
+from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.tensors import check_reducible
+
+
+class _Errors:
+    """The errors of one flat tensor, of the last accepted step and of the step under way."""
+
+    def __init__(self, numel: int) -> None:
+        self.before, self.after = torch.zeros(numel), torch.empty(numel)
+        self.written = False
+
+    def accept(self) -> None:
+        if self.written:
+            self.before, self.after = self.after, self.before
+        self.written = False
+
+
+class ErrorFeedback:
+    """The errors of one rank, float32, of each flat tensor by its key; a step forgets those of tensors it lacks."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[Hashable, _Errors] = {}
+
+    def begin(self, key: Hashable, numel: int) -> tuple[Tensor, Tensor]:
+        """The errors to add to a flat tensor, and the memory for the errors of this step.
+
+        If a tensor comes twice within a step, the second time adds the errors of the first.
+        """
+        errors = self._tensors.get(key)
+        if errors is None or errors.before.numel() != numel:
+            errors = self._tensors[key] = _Errors(numel)
+        errors.accept()
+        errors.written = True
+        return errors.before, errors.after
+
+    def end_step(self, *, accept: bool) -> None:
+        """Keeps the errors of the step, or forgets them and keeps the earlier ones."""
+        self._tensors = {key: errors for key, errors in self._tensors.items() if errors.written}
+        for errors in self._tensors.values():
+            if accept:
+                errors.accept()
+            errors.written = False
+
+    def scale(self, factor: float) -> None:
+        """Multiplies all errors after a change of the gradients' scale (a loss scaler's, for example)."""
+        for errors in self._tensors.values():
+            errors.before.mul_(factor)
 
 
 class CompressedAllReduce:
@@ -70,22 +122,32 @@ class CompressedAllReduce:
             ValueError: the tensor is not on the CPU, not contiguous or not floating-point.
             RuntimeError: another rank has ended, or the group's timeout has passed.
         """
-        return self.begin(tensor, key, average=average).finish()
+        return self.begin(tensor, key, average=average)()
 
-    def begin(self, tensor: Tensor, key: Hashable, *, average: bool = False) -> PendingAllReduce | PendingRing:
-        """As a call, but returns when this rank's parts are being sent; ``finish()`` of the result does the rest.
+    def begin(self, tensor: Tensor, key: Hashable, *, average: bool = False) -> Callable[[], Tensor]:
+        """As a call, but returns when this rank's parts are being sent; the result does the rest, and is called once.
 
         While one tensor is under way, the next may begin, so that the network does not wait for decoding and encoding.
         Tensors must be finished in the order in which they began, and before :meth:`end_step`.
         """
         _check(tensor)
-        if self.world_size == 1:
-            return self.ring.begin(tensor, average=average)
         flat = tensor.detach().view(-1)
         values = flat if flat.dtype == torch.float32 else flat.float()
-        exchange = self._exchange(values, key, average)
+        errors = None if self._errors is None else self._errors.begin(key, values.numel())
+        segments = self._segments_of(values.numel())
+        free = self._free_buffers.setdefault(values.numel(), [])
+        buffers = free.pop() if free else ShardBuffers(segments, self.rank)
+        exchange = OwnerSummed(self.compressor, self._messages, segments, buffers, values, errors, average)
         exchange.send_parts()
-        return PendingAllReduce(self, tensor, values, exchange)
+
+        def finish() -> Tensor:
+            self.step_is_finite &= exchange.finish()
+            free.append(buffers)
+            if values is not flat:
+                flat.copy_(values)
+            return tensor
+
+        return finish
 
     def sent_bytes(self, tensor: Tensor) -> int:
         """Bytes that this rank sends when ``tensor`` is reduced."""
@@ -104,36 +166,10 @@ class CompressedAllReduce:
             self._errors.scale(loss_scale / self._loss_scale)
         self._loss_scale = loss_scale
 
-    def _exchange(self, values: Tensor, key: Hashable, average: bool) -> OwnerSummed:
-        errors = None if self._errors is None else self._errors.begin(key, values.numel())
-        segments = self._segments_of(values.numel())
-        free = self._free_buffers.setdefault(values.numel(), [])
-        buffers = free.pop() if free else ShardBuffers(segments, self.rank)
-        return OwnerSummed(self.compressor, self._messages, segments, buffers, values, errors, average)
-
     def _segments_of(self, numel: int) -> list[list[Segment]]:
         if numel not in self._segments:
             self._segments[numel] = segments_by_owner(self.compressor, numel, self.world_size, self._segment_elements)
         return self._segments[numel]
-
-
-@dataclass
-class PendingAllReduce:
-    """A tensor that is being reduced."""
-
-    _engine: CompressedAllReduce
-    _tensor: Tensor
-    _values: Tensor
-    _exchange: OwnerSummed
-
-    def finish(self) -> Tensor:
-        """Waits for the other ranks; returns the tensor, now the sum or the average. Call it once."""
-        engine, values = self._engine, self._values
-        engine.step_is_finite &= self._exchange.finish()
-        engine._free_buffers[values.numel()].append(self._exchange.buffers)
-        if values.data_ptr() != self._tensor.data_ptr():
-            self._tensor.detach().view(-1).copy_(values)
-        return self._tensor
 
 
 def _check(tensor: Tensor) -> None:

@@ -26,10 +26,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_multigpu.communication.digest import ranks_text
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, Plan
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Mark, Transfer
-from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.ring import RingAllReduce
 from lightning_multigpu.communication.tensors import size_bytes
 

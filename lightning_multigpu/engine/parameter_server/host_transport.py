@@ -27,10 +27,9 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.tensors import alike, marks_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
-from lightning_multigpu.placement.gradient_kinds import as_dense
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
-from lightning_multigpu.placement.table import Layout, Piece, elements, joined_state, placed, split_of
+from lightning_multigpu.placement.table import Layout, Piece, as_dense, elements, joined_state, placed, split_of
 
 
 @dataclass(frozen=True)

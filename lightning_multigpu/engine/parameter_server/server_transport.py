@@ -33,10 +33,10 @@ from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.engine.parameter_server.pair import Room, cut
 from lightning_multigpu.engine.parameter_server.served_shard import Plan, Request
 from lightning_multigpu.engine.parameter_server.servers import Servers
-from lightning_multigpu.placement.gradient_kinds import as_dense
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
 from lightning_multigpu.placement.table import (
     Piece,
+    as_dense,
     bucket_parts,
     elements,
     fill,

@@ -26,13 +26,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from fairscale.optim import OSS
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.owner_parts import MOST, OwnerParts, split
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import PartialState
 from lightning_multigpu.placement.owned_part import OwnedPart
@@ -60,17 +60,18 @@ class ShardTransport:
 
     Args:
         optimizer: of a module that is the same on all ranks.
-        group: the ranks; its meter records every broadcast.
-        bucket_bytes: smaller parameters of one owner travel together, in messages of at least these bytes.
+        group: the ranks; its meter records the waits.
+        parts: moves new values.
+        bucket_bytes: of each rank's values, about an eighth of what travels together.
     """
 
     pushes_early = False
 
-    def __init__(self, optimizer: Optimizer, group: MeteredGroup, bucket_bytes: int) -> None:
+    def __init__(self, optimizer: Optimizer, group: MeteredGroup, parts: OwnerParts, bucket_bytes: int) -> None:
         self.part = OwnedPart(optimizer)
         self.load, self.change = self.part.load_whole, self.part.take_states
         self.shards = _Shards(optimizer, group)
-        self._optimizer, self._group, self._bucket_bytes = optimizer, group, bucket_bytes
+        self._optimizer, self._group, self._parts, self._bucket_bytes = optimizer, group, parts, bucket_bytes
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates the parameter."""
@@ -93,29 +94,20 @@ class ShardTransport:
     @torch.no_grad()
     def share_values(self, parameters: Iterable[Tensor]) -> None:
         """Gives every rank the owners' values of these parameters; a collective."""
-        group, under_way = self._group, []
-        of_ranks: list[list[Tensor]] = [[] for _ in group.ranks]
-        for parameter in parameters:
-            of_ranks[self.shards.owners[parameter]].append(parameter.detach())
-        for owner, values in enumerate(of_ranks):
-            large = [[value] for value in values if value.nbytes >= self._bucket_bytes]
-            small = alike((v for v in values if v.nbytes < self._bucket_bytes), full_bytes=self._bucket_bytes)
-            for members in [*large, *small]:
-                flat = torch.cat([v.reshape(-1) for v in members]) if len(members) > 1 else members[0].contiguous()
-                sent_bytes = flat.nbytes if owner == group.rank and group.size > 1 else 0
-                transfer = group.begin(
-                    "broadcast", flat.nbytes, sent_bytes=sent_bytes, blocking=True, on_stream=flat.is_cuda
-                )
-                work: Any = dist.broadcast(flat, group.ranks[owner], group=group.group, async_op=True)
-                under_way.append((members, flat, work, transfer))
-        for members, flat, work, transfer in under_way:
-            with transfer:
-                work.wait()
-            if flat is not members[0]:
-                for value, part in zip(
-                    members, flat.view(-1).split_with_sizes([v.numel() for v in members]), strict=True
-                ):
-                    value.copy_(part.view_as(value))
+        meter, rank, under_way = self._group.meter, self._group.rank, []
+        for members in alike(parameters, full_bytes=MOST * self._group.size * self._bucket_bytes):
+            bucket = self._parts.bucket(members, self.shards.owners)
+            own, place = bucket.own
+            flat = members[0].new_empty(bucket.bounds[-1][1])
+            if own:
+                torch.cat([value.reshape(-1) for value in own], out=flat[place])
+            under_way.append((bucket.members, self._parts.gather(bucket, flat)))
+        since = meter.mark(on_stream=any(members[0].is_cuda for members, _ in under_way))
+        for members, wait in under_way:
+            for parameter, value in zip(members, split(wait(), members), strict=True):
+                if self.shards.owners[parameter] != rank:
+                    parameter.copy_(value)
+        meter.waited(since)
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
         self.shards.follow(self._optimizer)

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu.communication.digest import ranks_text
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.records import Transfer
-from lightning_multigpu.communication.rank_ranges import ranks_text
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -27,9 +27,6 @@ _BESIDE_FROM_BYTES = 1 << 20
 
 _LARGEST_SEED = 2**62
 _READ_TIMEOUT_S = 60
-
-Bounds = Sequence[tuple[int, int]]
-"""First and one-past-last index of each rank's part, one after the other."""
 
 
 class TensorGroup:
@@ -176,10 +173,10 @@ class TensorGroup:
 
         return wait
 
-    def all_gather(self, tensor: Tensor, dim: int, bounds: Bounds, name: str) -> Tensor:
+    def all_gather(self, tensor: Tensor, dim: int, bounds: Sequence[tuple[int, int]], name: str) -> Tensor:
         """The parts of all ranks, one after the other along ``dim``; contiguous if that is the first one.
 
-        ``bounds`` are those of the parts, as indices of the result.
+        ``bounds`` are first and one-past-last index of each rank's part in the result, one after the other.
         """
         if self._is_nccl and tensor.is_cpu and not self._is_silent(tensor):  # an average in the host's memory
             return self.all_gather(tensor.cuda(), dim, bounds, name).cpu()

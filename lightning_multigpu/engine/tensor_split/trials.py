@@ -11,26 +11,19 @@ import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
 from lightning_multigpu.engine.errors import error_of_users
-from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.replaced_attributes import replaced
+from lightning_multigpu.engine.step_state import without_gradients
 from lightning_multigpu.engine.tensor_split.blocks import Applied, Block, order_of_calls
 from lightning_multigpu.engine.tensor_split.parameter_split import split_of
 from lightning_multigpu.engine.tensor_split.parts import local, user_line, whole
 from lightning_multigpu.engine.tensor_split.tensor_group import TensorGroup
 from lightning_multigpu.planning.split_plan import SplitBlocks
-
-
-class Left(NamedTuple):
-    """A block that stays whole, and why."""
-
-    block: Block
-    reason: str
 
 
 class TracelessStep:
@@ -94,7 +87,7 @@ class Trials:
     def __init__(self, step: TracelessStep) -> None:
         self._step, self._module, self._group = step, step.module, step.group
         self.split: list[tuple[Block, Applied]] = []
-        self.left: list[Left] = []
+        self.left: list[tuple[Block, str]] = []  # those that stay whole, and why
 
     def run(self, find: Callable[[dict[str, int]], list[Block]]) -> None:
         """Splits the blocks that a search finds by the order in which layers run.
@@ -114,53 +107,44 @@ class Trials:
         for blocks in by_kind.values():
             self._split(blocks)
 
-    def _split(self, blocks: Sequence[Block]) -> None:
+    def _split(self, blocks: list[Block]) -> None:
         """Splits blocks of a kind, each in the first way in which the step does not gather what it computes."""
         reasons: dict[int, str] = {}
         for number in range(min(len(block.ways) for block in blocks)):
-            bad = self._try(blocks, number) if blocks else []
-            for block, reason in bad:
-                reasons.setdefault(id(block), reason)
-            blocks = [block for block, _ in bad]
-        self.left += [Left(block, reasons[id(block)]) for block in blocks]
+            applied: list[tuple[Block, Applied]] = []
+            problems: dict[int, str] = {}
+            try:
+                for block in blocks:
+                    applied.append((block, Applied(self._module, block, block.ways[number], self._group)))
+            except ValueError as error:
+                problems = dict.fromkeys(map(id, blocks), str(error))
+            while True:  # a part that one block lets out may be gathered in the next one
+                for block, each in reversed(applied):
+                    if id(block) in problems:
+                        each.undo()
+                applied = [pair for pair in applied if id(pair[0]) not in problems]
+                found = self._problems(applied)
+                if not found:
+                    break
+                problems |= found
+            for _, each in applied:
+                each.keep()
+            self.split += applied
+            blocks = [block for block in blocks if id(block) in problems]
+            reasons = problems | reasons
+        self.left += [(block, reasons[id(block)]) for block in blocks]
 
-    def _try(self, blocks: Sequence[Block], number: int) -> list[tuple[Block, str]]:
-        """Splits blocks in one of their ways; returns those that stay whole, with the reasons."""
-        applied, problem = self._apply(blocks, number)
-        bad = [(block, problem) for block in blocks if problem]
-        while applied:  # a part that one block lets out may be gathered in the next one
-            gathered, error = self._compute()
-            reasons = [error or self._reason(block, gathered) for block, _ in applied]
-            if not any(reasons):
-                break
-            for (block, each), reason in reversed([*zip(applied, reasons, strict=True)]):
-                if reason:
-                    each.undo()
-                    bad.append((block, reason))
-            applied = [each for each, reason in zip(applied, reasons, strict=True) if not reason]
-        for _, each in applied:
-            each.keep()
-        self.split += applied
-        return bad
-
-    @staticmethod
-    def _reason(block: Block, gathered: dict[str, str]) -> str:
-        if block.shape in ("vocabulary", "plan"):  # logits may be gathered; a plan is the user's wish
-            return ""
-        return next((gathered[name] for name in block.roles if name in gathered), "")
-
-    def _apply(self, blocks: Sequence[Block], number: int) -> tuple[list[tuple[Block, Applied]], str]:
-        """Splits blocks, or none if there is a problem."""
-        applied: list[tuple[Block, Applied]] = []
-        problem = ""
-        try:
-            for block in blocks:
-                applied.append((block, Applied(self._module, block, block.ways[number], self._group)))
-        except ValueError as error:
-            problem = str(error)
-        for _, each in reversed(applied if problem else []):
-            each.undo()
-        return [] if problem else applied, problem
+    def _problems(self, applied: Sequence[tuple[Block, Applied]]) -> dict[int, str]:
+        """Why split blocks have to stay whole: a step raises an error, or gathers what they compute."""
+        gathered, error = self._compute() if applied else ({}, "")
+        found = {}
+        for block, _ in applied:
+            # Logits may be gathered; a plan is the user's wish.
+            may_gather = block.shape in ("vocabulary", "plan")
+            names = [] if may_gather else [name for name in block.roles if name in gathered]
+            if error or names:
+                found[id(block)] = error or gathered[names[0]]
+        return found
 
     def _compute(self) -> tuple[dict[str, str], str]:
         """What a step gathers of which layer, as in training and in evaluation, and the error that it raises."""
@@ -183,7 +167,9 @@ class Trials:
         return first or ({name: text for found, _ in reversed(ranks) for name, text in found.items()}, "")
 
 
-def rows_of_plan(module: Module, split: Sequence[tuple[Block, Applied]], left: Sequence[Left]) -> list[SplitBlocks]:
+def rows_of_plan(
+    module: Module, split: Sequence[tuple[Block, Applied]], left: Sequence[tuple[Block, str]]
+) -> list[SplitBlocks]:
     """The rows of a plan: for split blocks of a kind, and for those that stay whole for the same reason.
 
     Whole blocks have their full names if other blocks of their kind are split.

@@ -111,7 +111,6 @@ class Guardian:
 
     def stop(self) -> None:
         """Closes the connection: the guardian ends when no rank is at work, even if not all ranks have connected."""
-        self._link.send("stop")
         self._link.close()
         if os.environ.get(ADDRESS) == self.address:
             del os.environ[ADDRESS]

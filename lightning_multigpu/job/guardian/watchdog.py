@@ -34,7 +34,7 @@ class Watchdog:
         self._tick_s = min(0.5, self._timeout_s / 20)
         self._now_s = clock_s()
         self._owner = WatchedProcess(settings["owner_pid"])
-        self._owner_gone = self._stopping = False
+        self._owner_gone = False
         self._ranks = Ranks(settings["num_ranks"], self._timeout_s / 2)
         self._connections: dict[Connection, WatchedRank] = {}
         self._shutdown: Shutdown | None = None
@@ -107,7 +107,7 @@ class Watchdog:
             return False
         self._read_rest()
         everybody_came = len(self._ranks) == self._ranks.num_ranks
-        if not (everybody_came or self._owner_gone or self._stopping):
+        if not (everybody_came or self._owner_gone or self._owner_link.closed):
             return False
         return self._released or not self._hosts.connected()
 
@@ -340,7 +340,5 @@ class Watchdog:
                     self._fail(Failure(str(error), host=host_name()))
             elif kind == "ended" and (rank := self._ranks.get(message["rank"])) is not None:
                 rank.reported_exit_code = message["exit_code"]
-            elif kind == "stop":
-                self._stopping = True
         if self._owner_link.closed:
             self._forget(self._owner_link.socket)

@@ -37,7 +37,7 @@ from lightning_multigpu.job.guardian.proc import ended_text
 from lightning_multigpu.job.guardian.protocol import INTERRUPTED_STATUS
 from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.uncaught_errors import FailedExit, exit_after, limit_later_exit
+from lightning_multigpu.job.uncaught_errors import EXIT
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -91,7 +91,7 @@ class SpawnLauncher(MultiProcessingLauncher):
 
     def _run_ranks(self, task: Callable[[int, Connection, str], None]) -> _Result:
         """Starts the ranks and waits for all of them; raises the failed rank's exception, or SystemExit at SIGTERM."""
-        limit_later_exit(None)
+        EXIT.forget()
         guardian = start_guardian(self.run)
         ranks: _Ranks | None = None
         try:
@@ -101,8 +101,7 @@ class SpawnLauncher(MultiProcessingLauncher):
             result = ranks.result()
         except BaseException as error:
             self.joining.watch.ranks_have_ended = True  # callbacks that save at exceptions do not know
-            if not isinstance(error, Exception):
-                limit_later_exit(self.run.failure_timeout_s)
+            EXIT.after(error, self.run.failure_timeout_s)
             try:
                 if isinstance(error, KeyboardInterrupt) and ranks is not None:
                     ranks.interrupt()
@@ -268,7 +267,7 @@ class _Ranks:
             what = f"{ended_text(codes[index])}{when}"
             failed = [Failure(what, self._first_rank + index, host_name(), self.processes[index].pid)]
         error = max(failed, key=lambda each: bool(each.traceback)).exception()
-        exit_after(error, FailedExit(self._timeout_s, time.monotonic(), self._guardian.has_printed()))
+        EXIT.is_printed = self._guardian.has_printed()
         raise error from None
 
     def interrupt(self) -> None:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from lightning_multigpu._lightning_internals import WEIGHT_AVERAGES, draws_graph
-from lightning_multigpu.engine.parity import ProbeError, couples_parameters
+from lightning_multigpu.engine.parity import couples_parameters
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.strategies.steps.dry_run import check_takes_batch
 
@@ -78,11 +78,11 @@ def check_optimizers(optimizers: Iterable[Optimizer]) -> None:
         name = type(optimizer).__name__
         try:
             couples = couples_parameters(optimizer)
-        except ProbeError as error:
+        except Exception as error:  # any class may come from the optimizer
             rank_zero_warn(
-                f"Whether {name} works parameter by parameter could not be checked: {error}. In a pipeline each stage "
-                "has the gradients of its own layers: an optimizer that computes with all of them, such as their norm, "
-                "would train wrongly"
+                f"Whether {name} works parameter by parameter could not be checked ({type(error).__name__}: {error}). "
+                "In a pipeline each stage has the gradients of its own layers: an optimizer that computes with all of "
+                "them, such as their norm, would train wrongly"
             )
             couples = False
         if couples:

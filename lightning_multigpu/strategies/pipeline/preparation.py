@@ -42,7 +42,7 @@ class Preparation:
         self._will_train = self._model.module.trainer.state.fn == TrainerFn.FITTING
         measures = self._will_train and self._model.group.num_ranks > 1
         self._balance_due = self._options.measured_balance if measures else None
-        self._is_watched = False
+        self._is_settled = False
         self._is_split = False
         self._prepared: set[Any] = set()  # the kinds of training steps, and the loaders of others
         self._lines: set[str] = set()
@@ -128,12 +128,12 @@ class Preparation:
         assert isinstance(chain, TracedChain)
         with without_trace(self._model.module):
             chain.arrange(step, will_train=will_train)
-        self._model.split_again(self._model.bounds)
+        self._model.split_again(self._model.ownership.bounds)
 
     def _find_uses(self, hook: str, batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Watches a step of the module, and prints the split, later on if it changes."""
-        model, options, is_first = self._model, self._options, not self._is_watched
-        self._is_watched = True
+        """Runs a step until no stage lacks a parameter, and prints the split, later on if it changes."""
+        model, options, is_first = self._model, self._options, not self._is_settled
+        self._is_settled = True
         records: list[Record] = []
 
         def step() -> Any:
@@ -146,31 +146,27 @@ class Preparation:
             return [record.value for record in records], [vars(part) for part in model.module.modules()]
 
         everyone = self._world if self._will_train else model.stages
-
-        def settle() -> bool:
-            has_moved = False
+        balances = hook == "training_step" and options.measured_balance is None
+        has_moved = False
+        with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
             while model.group.num_ranks > 1 and any(holding.is_outside for holding in model.ownership.holdings):
                 with without_trace(model.module), preserved_values(model.ownership.held()):
                     uses = lacking(model.ownership, step, left, seed_of(self._pipeline.seed, 4))
                 model.chain.learn(everyone.gather_objects(uses))
-                if not model.split_again(model.bounds):
+                if model.split_again(model.ownership.bounds):
+                    has_moved = True
+                    continue
+                # The old split counted moved parameters elsewhere; other layers may need others.
+                bounds = options.bounds(model.chain, model.group.num_ranks) if has_moved and balances else None
+                if bounds is None or bounds == model.ownership.bounds:
                     break
-                has_moved = True
-            return has_moved
-
-        with nullcontext() if self._tensor_axis is None else self._tensor_axis.group.alone():
-            has_moved = settle()
-            if has_moved and hook == "training_step":  # the old split counted moved parameters elsewhere
-                bounds = options.bounds(model.chain, model.group.num_ranks)
-                if options.measured_balance is None and bounds != model.bounds:
-                    self._split_again(bounds)
-                    settle()
+                self._split_again(bounds)
         if (is_first or has_moved) and self._balance_due is None and model.group.num_ranks > 1:
             rank_zero_info(model.describe())
 
     def _split_by_costs(self, balance: MeasuredBalance, batch: TrainingBatch) -> None:
         """Measures the layers, splits them to minimise the largest cost of a rank, and prints the prediction."""
-        model, before = self._model, self._model.bounds
+        model, before = self._model, self._model.ownership.bounds
         costs = self._measured_costs(batch)
         self._split_again(self._world.broadcast_object(costs.bounds(balance), 0))
         model.meter.discard()
@@ -180,11 +176,11 @@ class Preparation:
             return f"{ms(costs.step_s(bounds))}, at most {most} for the stages of a rank"
 
         rank_zero_info(
-            f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.bounds)} stages by "
+            f"Pipeline over {model.chain.name!r}, {costs.num_layers} layers in {len(model.ownership.bounds)} stages by "
             f"balance={balance!r}; per micro-batch, as measured on the first batch:\n"
-            f"{costs.describe(model.bounds, model.group.ranks)}\n"
+            f"{costs.describe(model.ownership.bounds, model.group.ranks)}\n"
             f"  predicted for a batch of {costs.num_micro_batches} micro-batches, without the optimizer: "
-            f"{predicted(model.bounds)}\n  by balance='parameters' it would be: {predicted(before)}\n"
+            f"{predicted(model.ownership.bounds)}\n  by balance='parameters' it would be: {predicted(before)}\n"
             f"{model.describe_ranks()}"
         )
 

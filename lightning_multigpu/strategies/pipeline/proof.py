@@ -1,14 +1,17 @@
 """Proof that a pipeline's first steps equal those of one device, and the causes where they do not.
 
 Before the first step, two steps on the first batch run twice: on the last stage's rank, which has the whole module
-meanwhile, and on the stages. Their gradients must be equal. The second step shows what a step keeps for the next one.
-Where a batch is cut into micro-batches, two of these must give what both together give (:class:`.PartsCheck`), and the
-losses of all of them must add up to that of the batch.
+meanwhile, and on the stages. Their gradients must be equal. The second step shows what a step keeps for the next one,
+and what weights that begin as zeros or as equals hide: noise moves them. Where a batch is cut into micro-batches, these
+must give the same in turn as each by itself, two of them what both together give (:func:`.coupling`), and all losses
+must add up to that of the batch.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,14 +23,16 @@ from lightning_multigpu._lightning_internals import attributes_of_lightning
 from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.micro_batches import cloned, disagreement, signature_of, split_batch
 from lightning_multigpu.engine.parity import (
+    CAUSES,
     Gradients,
-    PartsCheck,
     are_finite,
+    coupling,
     difference,
     lack_of_memory,
-    moved_weights,
+    outcome,
+    outcomes_differ,
+    preserved_weights,
     take_gradients,
-    without_gradients,
 )
 from lightning_multigpu.engine.pipeline.measuring.recorder import Recorder
 from lightning_multigpu.engine.pipeline.stages.layer_interception import LayerInterception
@@ -44,38 +49,13 @@ from lightning_multigpu.strategies.pipeline.last_stage_outputs import mark
 from lightning_multigpu.strategies.steps.dry_run import rounding, without_trace
 
 if TYPE_CHECKING:
-    from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
     from lightning_multigpu.strategies.pipeline.running_pipeline import RunningPipeline, TrainingBatch
 
 _NOT_PROVED = "Whether the first steps equal those of one device is not proved"
-_ONCE_A_BATCH = (
-    "change it in on_train_batch_start or on_train_batch_end(outputs, batch, batch_idx), which every stage calls once "
-    "a batch, with the loss of the whole batch"
-)
-_CAUSES = {
-    "stages": "The step changes {kept}, which other stages do not get, or only as it was. Let a layer return a value "
-    "with its output, and the later layers pass it on, as in x, own = layer(x, own); a value that only one layer uses "
-    f"can stay in it; {_ONCE_A_BATCH}",
-    "looped": "The step changes {kept} for the next one, and with {stages} stages a rank runs the beginning of a step "
-    f"as often: {_ONCE_A_BATCH}; or use schedule='1f1b'",
-    "again": "The step or a layer changes {kept}, and layers under activation_checkpointing run again in backward, "
-    f"after the change: leave out those that keep values, or {_ONCE_A_BATCH}",
-    "coupled": "training_step couples the samples of a batch: {found}. Training in micro-batches would follow other "
-    "gradients than one device's, as with the balancing loss of a mixture of experts, a contrastive loss, or mixup "
-    "within the step. Pass num_micro_batches=1; mix samples in on_after_batch_transfer, which gets whole batches; or "
-    "accept the difference by verify_steps=0",
-    "kept": "the step changes {kept} by itself, and with num_micro_batches={parts} a micro-batch does so, which finds "
-    "what another one has left, where one device takes the whole batch: hidden states, a layer that sets itself up "
-    "from its first batch (ActNorm, scales of a quantised layer), an average of weights. Pass num_micro_batches=1; set "
-    f"the layer up before the fit, by a forward pass of the whole first batch; or {_ONCE_A_BATCH}",
-}
 _RANDOM_LOSSES = (
     "Whether the losses of micro-batches add up to the loss of their batch cannot be told: the step draws random "
     "numbers in evaluation mode too, or does not return a loss there"
 )
-_NOT_FINITE = "gradients of the first batch are not finite"
-_DEPTH = 8  # of operations from the loss, in its form
-_MOST_NODES = 2000
 
 
 class Proof:
@@ -90,13 +70,13 @@ class Proof:
 
     def __init__(self, pipeline: RunningPipeline, batch: TrainingBatch) -> None:
         self._pipeline, self._model, self._batch = pipeline, pipeline.model, batch
-        self._module, self.line = self._model.module, ""
+        self._module, self.line, self._kept = self._model.module, "", ""
         self._parts = split_batch(batch.whole, len(batch.parts))  # again: a step may change lists in its micro-batch
         self._kinds = [signature_of(part) for part in self._parts]
-        self._rtol = rounding(self._module, self._model.device).gradients
-        self._sizes: dict[str, float] = {}
+        self._num_steps, self._rtol = pipeline.options.verify_steps, rounding(self._module, self._model.device)
+        self._traceless = partial(preserved_state, self._module)
         self._expected: list[Gradients] = []
-        self._kept = ""
+        self._trains = True
         self._seed: tuple[int, ...] = ()
         self._layers = LayerInterception(
             self._model.chain,
@@ -116,82 +96,71 @@ class Proof:
         is_gpu = model.device.type == "cuda"
         with without_trace(self._module), model.meter.unrecorded():
             lack = lack_of_memory(what, 2 * total, model.device) if is_gpu else ""
-            # Gradients of both ways, and values to restore; and here the two of the device.
-            lack = lack or lack_of_memory(what, (4 if is_gpu else 6) * total, torch.device("cpu"))
-            obstacle = model.group.from_last(lack)
-            if not obstacle:
+            # Gradients of three ways, and values to restore twice; and here the two of the device.
+            lack = lack or lack_of_memory(what, (5 if is_gpu else 7) * total, torch.device("cpu"))
+            self.line = model.group.from_last(lack and f"{_NOT_PROVED}: {lack}")
+            if not self.line:
                 with model.ownership.whole_at_last():
                     if model.is_last:
                         try:
-                            obstacle = self._compute_steps()
-                            error = "" if obstacle else self._check_parts()
+                            error = self._compute()
                         except Exception as problem:  # whatever the user's code raises: the stages will run it, too
-                            obstacle = f"the whole module does not run ({type(problem).__name__}: {problem})"
-                    told = model.group.from_last((error, obstacle, self.line, self._sizes))
-                    error, obstacle, self.line, self._sizes = told
+                            how = f"the whole module does not run ({type(problem).__name__}: {problem})"
+                            self.line = f"{_NOT_PROVED}: {how}"
+                    told = model.group.from_last((error, self.line, self._trains))
+                    error, self.line, self._trains = told
             model.group.finish()
         if error:
             raise ValueError(error)
-        if obstacle:
-            self.line = f"{_NOT_PROVED}: {obstacle}"
 
-    def _compute_steps(self) -> str:
-        """Computes the gradients of the steps; returns why they cannot be compared."""
-        module, parameters = self._module, dict(self._module.named_parameters())
-        # What the steps leave must not hide from the next checks how a layer is set up by its first batch.
-        moved = moved_weights(parameters, sizes=self._sizes)
-        with preserved_state(module), moved, without_gradients(parameters.values()):
-            if self._pipeline.tensor_axis is not None:
-                with preserved_state(module):
-                    draws = difference(self._step(0), self._step(-1), self._rtol)
-                if draws:
-                    return "the step draws random numbers, of which ranks with parts of a layer draw their own"
-            before = self._marks()
-            self._expected = [self._step(number) for number in range(self._pipeline.options.verify_steps)]
-            changed = [name for name, found in self._marks().items() if name not in before or before[name] != found]
+    def _compute(self) -> str:
+        """Computes the gradients of the steps; returns how micro-batches do not give what the batch gives."""
+        pipeline, module, cause, found, error = self._pipeline, self._module, "", "", ""
+        if len(self._parts) > 1:
+            whole, run = self._batch.whole, partial(self._run, (pipeline.seed, 5))
+            given = self._traceless, pipeline.loss_reduction, self._rtol
+            cause, found = coupling(module, whole, len(self._parts), run, *given, in_turn=True)
+            error = "" if cause == "kept" else self._check_losses()
+        changed: dict[str, Any] = {}
+        with preserved_weights(module) as move:
+            if pipeline.tensor_axis is not None:  # whose ranks draw random numbers of their own for parts of tensors
+                one, other = (outcome(module, [self._runs(number)], self._traceless) for number in (0, -1))
+                self._trains = not outcomes_differ(one, other, self._rtol)
+            for number in range(self._num_steps):
+                if number == 1:
+                    move()
+                before = self._marks()
+                for each in self._runs(number):
+                    each()
+                self._expected.append(take_gradients(module))
+                changed |= {name: None for name, mark in self._marks().items() if before.get(name) != mark}
         self._kept = ", ".join(changed) or "a value in an object that is no module, such as a generator"
-        return "" if are_finite(*self._expected) else _NOT_FINITE
+        if not are_finite(*self._expected):
+            self.line = f"{_NOT_PROVED}: gradients of the first batch are not finite"
+        elif cause in CAUSES and not error:
+            return CAUSES[cause].format(found=found, kept=self._kept, parts=pipeline.num_micro_batches)
+        self.line = self.line or found
+        return error
 
-    def _step(self, number: int) -> Gradients:
-        """The gradients of a step on the whole module, with the random numbers of the stages."""
-        parts: Any = range(len(self._parts))
-        if number == 0:  # the stages run the first micro-batch of each shape before all others
-            parts = sorted(parts, key=lambda part: self._kinds.index(self._kinds[part]) != part)
-        for part in parts:
-            self._run(self._parts[part], (*self._seed_of(number), part), self._batch.scales[part])
-        return take_gradients(self._module)
+    def _runs(self, number: int) -> list[Callable[[], Any]]:
+        """The micro-batches of a step on the whole module, with the order and the random numbers of the stages."""
+        order: Any = range(len(self._parts))
+        if number == 0:  # the first micro-batch of each shape runs before all others
+            order = sorted(order, key=lambda n: self._kinds.index(self._kinds[n]) != n)
+        seed, weights = self._pipeline.seed, self._batch.weights
+        return [partial(self._run, (seed, 3, number, n), self._parts[n], weights[n]) for n in order]
 
-    def _seed_of(self, step: int) -> tuple[int, ...]:
-        trainer = self._module.trainer
-        return (self._pipeline.seed, 3, step, trainer.current_epoch, trainer.fit_loop.batch_idx)
-
-    def _run(self, part: Any, seed: tuple[int, ...], scale: float = 0.0) -> Any:
-        """The loss of a part; with a ``scale``, the factor of the loss, it adds to the gradients."""
+    def _run(self, seed: tuple[int, ...], part: Any, weight: float = 0.0) -> Any:
+        """The loss of a part; with a ``weight``, the factor of the loss, it adds to the gradients."""
         self._seed = seed
+        if not self._trains:
+            self._module.eval()
         step = partial(self._pipeline.loss_of, cloned(part), self._batch.others)
         with self._layers.installed():
             loss = self._layers.run((0, len(self._model.chain)), step, None)[1]
-        if scale and isinstance(loss, Tensor):
-            (loss * scale).backward()  # type: ignore[no-untyped-call]
-        return loss.detach() if isinstance(loss, Tensor) else loss
-
-    def _check_parts(self) -> str:
-        """How micro-batches do not give what the batch gives."""
-        pipeline, batch, module = self._pipeline, self._batch, self._module
-        if len(self._parts) == 1:
-            return ""
-
-        def run(part: Any, weight: float, seed: int) -> Any:
-            return self._run(part, (pipeline.seed, 5, seed), weight * batch.multiplier)
-
-        traceless = partial(preserved_state, module)
-        check = PartsCheck(module, run, traceless, pipeline.loss_reduction, self._rtol, in_turn=True)
-        cause, found = check.find(batch.whole, len(self._parts))
-        error = "" if cause == "kept" else self._check_losses()
-        if cause in _CAUSES and not error:
-            return _CAUSES[cause].format(found=found, kept=found or self._kept, parts=pipeline.num_micro_batches)
-        self.line = self.line or found
-        return error
+        if weight and isinstance(loss, Tensor):
+            (loss * (weight * self._batch.multiplier)).backward()  # type: ignore[no-untyped-call]
+        return loss
 
     def _check_losses(self) -> str:
         """How the losses of all micro-batches do not add up; notes where random numbers leave it open.
@@ -202,25 +171,19 @@ class Proof:
 
         def losses_of(attempt: int) -> list[float]:
             found = []
-            for number, part in enumerate((self._batch.whole, *self._parts)):
-                with preserved_state(self._module), torch.no_grad():
+            for part in (self._batch.whole, *self._parts):
+                with self._traceless(), preserved_values(self._module.parameters()), torch.no_grad():
                     self._module.eval()
-                    found.append(self._run(part, (self._pipeline.seed, 2, attempt, number)))
-            dtypes.update(loss.dtype for loss in found)
-            return [float(loss) for loss in found]
+                    found.append(float(self._run((self._pipeline.seed, 2, attempt), part)))
+            return found
 
-        dtypes: set[torch.dtype] = set()
-        try:
-            with preserved_values(self._module.parameters()):
-                losses = losses_of(0)
-                rtol = rounding(self._module, self._model.device, *dtypes).losses
-                error = disagreement(losses, self._parts, self._batch.weights, self._pipeline.loss_reduction, rtol)
-                if error is None or not math.isfinite(losses[0]):
-                    return ""
-                if repr(losses) == repr(losses_of(1)):  # to the bit, NaN too
-                    return error
-        except Exception:  # whatever the user's code raises: a step may work in training mode only
-            pass
+        with suppress(Exception):  # whatever the user's code raises: a step may work in training mode only
+            losses = losses_of(0)
+            error = disagreement(losses, self._parts, self._pipeline.loss_reduction, self._rtol / 10)
+            if not error or not math.isfinite(losses[0]):
+                return ""
+            if repr(losses) == repr(losses_of(1)):  # to the bit, NaN too
+                return error
         self.line = _RANDOM_LOSSES
         return ""
 
@@ -246,89 +209,56 @@ class Proof:
         """
         if self.line.startswith(_NOT_PROVED):
             return
-        model, axis, error = self._model, self._pipeline.tensor_axis, ""
-        stages = self._pipeline.options.num_stages_of_rank
-        held = {n: p for n, p in self._module.named_parameters() if not isinstance(p, Placeholder)}
-        runner = self._pipeline.new_runner(Recorder(model.meter, model.device))
-        moved = moved_weights(held, rank=0 if axis is None else axis.group.rank, sizes=self._sizes)
-        dry = without_trace(self._module)
-        with dry, model.meter.unrecorded(), moved, without_gradients(held.values()):
-            for step in range(self._pipeline.options.verify_steps):
-                found = self._of_stages(runner, step)
-                if not are_finite(found):
-                    self.line = f"{_NOT_PROVED}: {_NOT_FINITE}"
-                elif model.is_last and (differs := difference(found, self._expected[step], self._rtol)):
-                    cause = "looped" if step and stages > 1 else "stages"
-                    cause = _CAUSES["again" if self._pipeline.recompute else cause]
-                    error = (
-                        "training would follow other gradients than one device's: in a dry run of the "
-                        f"{('first', 'second', 'third')[min(step, 2)]} step those of {differs}. "
-                        f"{cause.format(kept=self._kept, stages=stages)}"
-                    )
-                model.group.finish()
-                error, self.line = model.group.from_last((error, self.line))
-                if error or self.line.startswith(_NOT_PROVED):
-                    break
+        model, pipeline, module, error = self._model, self._pipeline, self._module, ""
+        axis = pipeline.tensor_axis
+        runner = pipeline.new_runner(Recorder(model.meter, model.device))
+
+        def run(part: int) -> Any:
+            with without_differentiation():
+                return pipeline.loss_of(cloned(self._parts[part]), self._batch.others)
+
+        weights = preserved_weights(module, rank=0 if axis is None else axis.group.rank)
+        with without_trace(module), model.meter.unrecorded(), weights as move:
+            if not self._trains:
+                module.eval()
+            for number in range(self._num_steps):
+                if number == 1:
+                    move()
+                runner.train(run, self._kinds, self._batch.scales, (pipeline.seed, 3, number))
+                pipeline.clipping.sums.sum_gradients(model.ownership.common())
+                found = self._gathered()
+                differs = difference(found, self._expected[number], self._rtol) if model.is_last else ""
+                if differs and not error:
+                    cause = CAUSES["stages"].format(kept=self._kept)
+                    cause = cause if axis is None else f"{CAUSES['split']}. Or: {cause}"
+                    where = f"other gradients than one device's: in a dry run of step {number + 1} {differs}"
+                    error = f"training would follow {where}. {cause}"
+            error = model.group.from_last(error)
         model.group.finish()
         if error:
             raise PipelineError(error)
 
-    def _of_stages(self, runner: PipelineRunner, step: int) -> Gradients:
-        """On the last stage all gradients of a step, in host memory, zeros where there is none; a collective.
-
-        They travel as weights do.
-        """
-        pipeline, model = self._pipeline, self._model
-
-        def run(number: int) -> Any:
-            with without_differentiation():
-                return pipeline.loss_of(cloned(self._parts[number]), self._batch.others)
-
-        runner.train(run, self._kinds, self._batch.scales, self._seed_of(step))
-        pipeline.clipping.sums.sum_gradients(model.ownership.common())
-        model.group.finish()
-        state: dict[str, Any] = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        for name, parameter in state.items():
-            if not isinstance(parameter, Placeholder):
-                gradient, parameter.grad = parameter.grad, None
-                value = torch.zeros_like(parameter.data) if gradient is None else gradient.detach()
-                state[name] = value.to_dense() if value.is_sparse else value
-        found = model.whole_state_dict(state, streams=False)
-        return {name: value.detach().cpu() for name, value in found.items()} if model.is_last else {}
+    def _gathered(self) -> Gradients:
+        """On the last stage the gradients of all, in host memory; a collective. They travel as weights do."""
+        self._model.group.finish()
+        trained = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        zeros = {n: torch.zeros_like(p.data) for n, p in trained.items() if not isinstance(p, Placeholder)}
+        return self._model.whole_state_dict({**trained, **zeros, **take_gradients(self._module)}, streams=False)
 
 
-class LossForms:
-    """Remembers from which operations losses were computed: one with a new term is proved again.
+def form_of(loss: Tensor) -> set[tuple[int, str, str]]:
+    """The pairs of successive operations that have computed ``loss``, of 2000 at most, with their distances from it.
 
-    A form is the set of pairs of successive operations, with their distances from the loss. Distances of 8 and more
-    count as 8, so that loops of varying length make few forms. A loss that lacks operations has no new form.
+    Distances of 8 and more count as 8, so that loops of varying length make few forms.
     """
-
-    def __init__(self) -> None:
-        self._known: set[tuple[int, str, str]] = set()
-
-    def is_new(self, loss: Tensor) -> bool:
-        """Whether the graph of ``loss``, before backward, has a pair of operations that no earlier loss had.
-
-        The first loss has no new one. The graph is followed to the leaves and to the stage's inputs, over at most 2000
-        operations.
-        """
-        found: set[tuple[int, str, str]] = set()
-        nodes: list[Any] = [loss.grad_fn]
-        seen = set(nodes)
-        depth = 0
-        while nodes and len(seen) < _MOST_NODES:
-            following: list[Any] = []
-            for node in nodes:
-                name = node.name() if node is not None else ""
-                for other, _ in () if node is None else node.next_functions:
-                    if other is None:
-                        continue
-                    found.add((depth, name, other.name()))
-                    if other not in seen:
-                        seen.add(other)
-                        following.append(other)
-            nodes, depth = following, min(depth + 1, _DEPTH)
-        is_new = bool(self._known) and not found <= self._known
-        self._known |= found
-        return is_new
+    form: set[tuple[int, str, str]] = set()
+    distances: dict[Any, int] = {loss.grad_fn: 0}
+    nodes = list(distances)
+    for node in nodes:  # which grows
+        for other, _ in () if node is None else node.next_functions:
+            if other is not None:
+                form.add((distances[node], node.name(), other.name()))
+                if other not in distances and len(nodes) < 2000:
+                    distances[other] = min(distances[node] + 1, 8)
+                    nodes.append(other)
+    return form

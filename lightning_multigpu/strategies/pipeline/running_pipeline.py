@@ -44,7 +44,7 @@ from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRec
 from lightning_multigpu.strategies.pipeline.clipping import StageClipping
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.preparation import Preparation
-from lightning_multigpu.strategies.pipeline.proof import LossForms
+from lightning_multigpu.strategies.pipeline.proof import form_of
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
 from lightning_multigpu.strategies.pipeline.tensor_axis import TensorAxis
 from lightning_multigpu.strategies.steps.dry_run import unlogged_loss
@@ -101,7 +101,7 @@ class RunningPipeline:
         self.recompute = layers_of(chain.name, chain.named_layers(), self.options.activation_checkpointing)
         self.runner = self.new_runner(self.recorder)
         self._preparation = Preparation(self)
-        self._loss_forms = LossForms()
+        self._loss_form: set[Any] = set()  # of all losses so far: a new term is proved
         self._metrics = [part for part in module.modules() if isinstance(part, Metric)]
         self._num_evaluated = 0
 
@@ -199,7 +199,7 @@ class RunningPipeline:
     def _training_step(self, batch: TrainingBatch, micro_batch: int) -> Any:
         """The loss of a micro-batch; no collective."""
         part = batch.parts[micro_batch]
-        if self.options.num_stages_of_rank > 1:  # a step may change its batch in place, and each stage runs it
+        if len(self.runner.stages) > 1:  # a step may change its batch in place, and each stage runs it
             part = cloned(part)
         with (
             self.strategy.precision_plugin.train_step_context(),
@@ -211,7 +211,9 @@ class RunningPipeline:
             batch.outputs[micro_batch] = {key: value for key, value in loss.items() if key != "loss"}
             loss = loss.get("loss")
         if micro_batch == 0 and self.options.verify_steps and isinstance(loss, Tensor):
-            batch.has_new_term = self._loss_forms.is_new(loss)
+            form = form_of(loss)
+            batch.has_new_term = bool(self._loss_form) and not form <= self._loss_form
+            self._loss_form |= form
         return loss
 
     def _share_outputs(self, batch: TrainingBatch) -> dict[str, Any]:
@@ -228,7 +230,7 @@ class RunningPipeline:
             further = tree_map_only(Tensor, Tensor.detach, gathered(batch.outputs, samples, model.device))
         received, further = self.outputs.from_last(message, further, "on_train_batch_end")
         logged, loss, stops, batch.has_new_term, uses_layers = received
-        if not (uses_layers or (model.is_last and self.options.num_stages_of_rank == 1)):
+        if not (uses_layers or (model.is_last and len(self.runner.stages) == 1)):
             # Stages before the last one have got zeros for parameters on which no loss depends, and one device has no
             # gradient: an optimizer with momentum or weight decay would change them.
             for parameter in batch.without_gradient:

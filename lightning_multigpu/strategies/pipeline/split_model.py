@@ -78,11 +78,6 @@ class SplitModel:
         self.ownership.drop()
         self.ownership.move()
 
-    @property
-    def bounds(self) -> Bounds:
-        """The layers ``[start, stop)`` of each stage."""
-        return self.ownership.bounds
-
     def split_again(self, bounds: Bounds) -> bool:
         """Gives each rank the parameters, buffers and optimizer states of its stages; returns whether any moved."""
         with torch.inference_mode(False), torch.no_grad():
@@ -178,8 +173,8 @@ class SplitModel:
     def describe(self) -> str:
         """The stages, and the parameters of their ranks, as a few lines of text."""
         sizes, ranks = self.chain.parameter_bytes(), self.group.ranks
-        lines = [f"Pipeline over {self.chain.describe()} in {len(self.bounds)} stages:"]
-        for stage, (start, stop) in enumerate(self.bounds):
+        lines = [f"Pipeline over {self.chain.describe()} in {len(self.ownership.bounds)} stages:"]
+        for stage, (start, stop) in enumerate(self.ownership.bounds):
             layers, held = self.chain.describe_layers(start, stop), size(sum(sizes[start:stop]))
             lines.append(f"  stage {stage} on rank {ranks[stage % len(ranks)]}: {layers}, {held} of parameters")
         return "\n".join([*lines, self.describe_ranks()])

@@ -112,6 +112,8 @@ class PipelineStrategy(MultiGPUStrategy):
     _records_stages = False
     _built_bounds: Bounds | None = None
     _running: RunningPipeline | None = None
+    _axis: TensorAxis | None = None
+    """The ranks that split the layers of this rank's stages; None without a tensor split, and outside of a run."""
     _accumulating = False
 
     def __init__(
@@ -149,11 +151,6 @@ class PipelineStrategy(MultiGPUStrategy):
     def _pipeline(self) -> RunningPipeline:
         assert self._running is not None
         return self._running
-
-    @property
-    def _axis(self) -> TensorAxis | None:
-        """The ranks that split the layers of this rank's stages; None without a tensor split, and outside of a run."""
-        return None if self._running is None else self._running.tensor_axis
 
     # Setting up
 
@@ -238,6 +235,7 @@ class PipelineStrategy(MultiGPUStrategy):
     def model_to_device(self) -> None:
         """Splits the module, whose dtype is final now, and moves this rank's stages to its device."""
         self._running = RunningPipeline(self, *self._split(self._module))
+        self._axis = self._running.tensor_axis
         self._running.recorder.notes_steps = self._records_stages
         self.collectives.in_step = lambda: self._in_step
         gather_metrics_by(self._gather_metric, self._module, self._undo)
@@ -253,7 +251,7 @@ class PipelineStrategy(MultiGPUStrategy):
                 self._pipeline.make_whole()
         finally:
             self._undo.close()
-        self._running = None
+        self._running = self._axis = None
         self._built_bounds = None
         super().teardown()
 

@@ -1,6 +1,6 @@
 """The tensor axis of a pipeline: the ranks with the same stages split the layers of these stages.
 
-The layers are split on the first batch, on the whole module, before its stages are watched and balanced::
+The layers are split on the first batch, on the whole module, before its stages are balanced::
 
     first batch    every rank gets the whole module -> trial of split layers -> each keeps its part of its stages
     afterwards     stage 0    ranks 2 and 3    layers 0 and 1, half of each     activations go from rank 2 to rank 0
@@ -28,7 +28,7 @@ from lightning_multigpu.engine.tensor_split.trials import TracelessStep
 from lightning_multigpu.engine.training_memory import held_bytes
 from lightning_multigpu.planning.split_plan import SplitPlan
 from lightning_multigpu.strategies.pipeline.split_model import SplitModel
-from lightning_multigpu.strategies.steps.dry_run import rounding, without_trace
+from lightning_multigpu.strategies.steps.dry_run import without_trace
 from lightning_multigpu.strategies.tensor_parallel.split_layers import SplitLayers, open_tensor_group
 
 if TYPE_CHECKING:
@@ -49,7 +49,6 @@ class TensorAxis:
         self._model = model
         model.chain.tensor_group = group
         group.shows_parts = False
-        self._proves = strategy.pipeline_options.verify_steps > 0
         self.layers = SplitLayers(model.module, group, strategy.plan)
         self.plan: SplitPlan | None = None
         held = [*model.ownership.held(), *model.ownership.buffers()]
@@ -76,8 +75,6 @@ class TensorAxis:
             plan = self.layers.decide(
                 TracelessStep(module, self.group, step, traceless=traceless, gather=world.gather_objects),
                 module.trainer.optimizers,
-                rtol=rounding(module, model.device).gradients,
-                proves=self._proves,
             )
             gc.collect()  # reference cycles hold autograd graphs, and these hold parameters
             model.ownership.drop()

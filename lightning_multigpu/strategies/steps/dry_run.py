@@ -16,7 +16,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.micro_batches import cloned
-from lightning_multigpu.engine.parity import Gather, PartsCheck, Rounding, rounding_of
+from lightning_multigpu.engine.parity import CAUSES, Gather, coupling, rounding_of
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import preserved_random_state, preserved_state, seed_of, set_random_state
 
@@ -90,11 +90,11 @@ def unlogged_loss(plugin: Precision, module: pl.LightningModule, call: Callable[
     return output.get("loss") if isinstance(output, Mapping) else output
 
 
-def rounding(module: pl.LightningModule, device: torch.device, *further: torch.dtype) -> Rounding:
-    """What rounding explains of computations of the module under the Trainer's precision, and in further dtypes."""
+def rounding(module: pl.LightningModule, device: torch.device) -> float:
+    """What rounding explains of gradients of the module under the Trainer's precision; see :func:`.rounding_of`."""
     dtypes = {p.dtype for p in module.parameters() if p.is_floating_point()}
     half = {torch.bfloat16} if "16" in module.trainer.precision or "transformer" in module.trainer.precision else set()
-    return rounding_of({*dtypes, *further, *half}, device)
+    return rounding_of({*dtypes, *half}, device)
 
 
 def check_share(
@@ -108,7 +108,7 @@ def check_share(
 ) -> None:
     """Compares the gradients of two halves of a rank's batch with those of the batch; a collective.
 
-    See :class:`.PartsCheck`. Gradients have to stay on their ranks meanwhile.
+    See :func:`.coupling`. Gradients have to stay on their ranks meanwhile.
 
     Args:
         others: the further arguments of ``training_step``.
@@ -121,23 +121,15 @@ def check_share(
     """
     plugin, device = module.trainer.precision_plugin, module.device
 
-    def run(part: Any, weight: float, seed: int) -> Any:
-        set_random_state(seed_of(seed, rank), device)
+    def run(part: Any, weight: float) -> None:
+        set_random_state(seed_of(0, rank), device)
         loss = unlogged_loss(plugin, module, partial(module.training_step, cloned(part), *others))
         if loss is not None:
             (loss * (weight * loss_scale)).backward()
-        return loss
 
-    rtol = rounding(module, device).gradients
-    cause, found = PartsCheck(module, run, partial(without_trace, module), reduction, rtol, gather=gather).find(
-        batch, 2
-    )
+    given = partial(without_trace, module), reduction, rounding(module, device)
+    cause, found = coupling(module, batch, 2, run, *given, gather=gather)
     if cause == "coupled":
-        raise ValueError(
-            f"training_step couples the samples of a batch: {found}. Each rank has a share of the global batch, "
-            "so that training follows other gradients than one device's. A contrastive loss over all ranks gathers "
-            "their embeddings with self.all_gather(embeddings, sync_grads=True); mix samples in the loader's "
-            "collate_fn. verify_steps=0 accepts the difference, and is needed after all_gather too"
-        )
+        raise ValueError(CAUSES["shares"].format(found=found))
     if found:
         rank_zero_info(f"verify_steps: {found}.")

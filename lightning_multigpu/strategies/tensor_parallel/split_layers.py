@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_multigpu._lightning_internals import HOOKS_BEFORE_STEP, is_compiled, plain_optimizer
 from lightning_multigpu.engine.optimizer_state import held_states
-from lightning_multigpu.engine.parity import SplitProof
+from lightning_multigpu.engine.parity import proved_split
 from lightning_multigpu.engine.placeholder import Placeholder
 from lightning_multigpu.engine.tensor_split.blocks import (
     Applied,
@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 Plan = Literal["auto"] | Mapping[str, str]
 
-_STYLES = ("column", "row", "vocab", "head")
-
 
 def check_plan(plan: Plan) -> None:
     """Checks the option ``plan``."""
@@ -59,7 +57,7 @@ def check_plan(plan: Plan) -> None:
         if not isinstance(plan, Mapping) or not plan:
             raise ValueError(f"plan={plan!r}: pass 'auto', or a mapping such as {{'*.up': 'column'}}")
         for style in plan.values():
-            option_checks.check_choice("plan", style, _STYLES)
+            option_checks.check_choice("plan", style, ("column", "row", "vocab", "head"))
 
 
 def check_patterns(plan: Plan, module: Module) -> None:
@@ -116,11 +114,11 @@ class SplitLayers:
 
     # The split
 
-    def decide(self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float, proves: bool) -> SplitPlan:
+    def decide(self, step: TracelessStep, optimizers: Iterable[Optimizer], *, rtol: float | None = None) -> SplitPlan:
         """Splits the module by its first training batch; a collective of all ranks.
 
         Returns the plan, with the memory of the first ranks that ``step.gather`` returns. The states of the optimizers
-        are split too. With ``proves`` gradients of a step are compared, to ``rtol`` as for :class:`.SplitProof`.
+        are split too. With an ``rtol`` gradients of a step are compared, see :func:`.proved_split`.
 
         Raises:
             ValueError: no layer can be split, the plan does not fit, an optimizer needs whole tensors, or split layers
@@ -128,17 +126,14 @@ class SplitLayers:
         """
         optimizers, module, num_ranks = list(optimizers), self._module, self._group.size
         held = held_bytes(module.parameters(), optimizers)
-        proof = SplitProof(step, rtol=rtol) if proves else None
         trials = Trials(step)
-        trials.run(self._blocks)
-        ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
-        plan = SplitPlan(num_ranks, rows_of_plan(module, trials.split, trials.left), held, ranks)
-        self._check(plan)
-        if proof is not None and proof.obstacle:
-            rank_zero_info(proof.obstacle)
-        elif proof is not None:
-            with self._group.showing(parts=True):
-                proof.check()
+        with nullcontext("") if rtol is None else proved_split(step, rtol=rtol) as obstacle:
+            trials.run(self._blocks)
+            ranks = step.gather(held_bytes(module.parameters(), optimizers))[:num_ranks]
+            plan = SplitPlan(num_ranks, rows_of_plan(module, trials.split, trials.left), held, ranks)
+            self._check(plan)
+        if obstacle:
+            rank_zero_info(obstacle)
         self.split = trials.split
         for optimizer in optimizers:
             for parameter, state in held_states(plain_optimizer(optimizer)).items():

@@ -60,7 +60,7 @@ class TensorSplitStrategy(RingDDPStrategy):
 
     The layers are split on the first training batch, where ``training_step`` computes on parts of tensors; see
     :class:`.Trials`. Its gradients are compared with those of whole layers before anything is trained; see
-    :class:`.SplitProof`. At the end of the fit your module's layers are whole again; checkpoints always are.
+    :func:`.proved_split`. At the end of the fit your module's layers are whole again; checkpoints always are.
 
     With fewer tensor ranks than ranks, several tensor groups train on their parts of every global batch. The ranks at
     the same place of each group average their gradients as under ``ring_ddp``, and have its options.
@@ -238,8 +238,7 @@ class TensorSplitStrategy(RingDDPStrategy):
                     optimizes_manually=not module.automatic_optimization,
                 ),
                 self.optimizers,
-                rtol=rounding(module, self.root_device).gradients,
-                proves=self._verify_steps > 0,
+                rtol=rounding(module, self.root_device) if self._verify_steps else None,
             )
         self._split_plan = plan
         rank_zero_info(str(plan))
@@ -304,13 +303,10 @@ class TensorSplitStrategy(RingDDPStrategy):
         """The gathered, plain tensor of a parameter, a hidden activation, a gradient or a state that is split.
 
         Code gets the same values without it; it names the place where ranks communicate. A collective of the tensor
-        group: all of its ranks have to call it. Gradients flow back to each rank's part.
-
-        Args:
-            tensor: one that is not split is returned as it is.
+        group: all of its ranks have to call it. Gradients flow back to each rank's part. A tensor that is not split is
+        returned as it is.
         """
-        found: Tensor = whole(tensor)
-        return found
+        return whole(tensor)  # type: ignore[no-any-return]
 
     @override
     def on_predict_start(self) -> None:

@@ -207,7 +207,7 @@ def _begun_ahead(name: str) -> bool:
         tensors = [gradients(10 * step + index, dist.get_rank()) for index in range(2)]
         copies = [tensor.clone() for tensor in tensors]
         pending = [ahead.begin(t, key, average=True) for t, key in zip(tensors, "ab", strict=True)]
-        finished = [exchange.finish() for exchange in pending]
+        finished = [finish() for finish in pending]
         ahead.end_step()
         for copy, key in zip(copies, "ab", strict=True):
             one_by_one(copy, key, average=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_multigpu.communication.compression.error_feedback import ErrorFeedback
+from lightning_multigpu.communication.compression.all_reduce import ErrorFeedback
 
 
 def leave(feedback: ErrorFeedback, key: str, *errors: float) -> list[float]:

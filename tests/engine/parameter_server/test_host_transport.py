@@ -19,8 +19,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.engine.data_parallel.averaging import average_gradients
 from lightning_multigpu.engine.parameter_server.host_transport import EarlyCopies, HostTransport
-from lightning_multigpu.placement.gradient_kinds import as_dense
 from lightning_multigpu.placement.owned_step import OwnedStep, Update
+from lightning_multigpu.placement.table import as_dense
 from tests.engine.parameter_server.updates import (
     DecayingSGD,
     Trained,

@@ -31,7 +31,7 @@ def remote(gradient: Tensor) -> Parameter:
     """A parameter of another stage, and what is known of its gradient."""
     parameter = Parameter(Placeholder(gradient, "parameter weight"))
     norms = {order: torch.linalg.vector_norm(gradient, order).double() for order in ORDERS}
-    parameter.grad = RemoteGradient(parameter, "the gradient of parameter weight", norms)
+    parameter.grad = RemoteGradient.of(parameter, "the gradient of parameter weight", norms)
     return parameter
 
 

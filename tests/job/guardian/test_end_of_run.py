@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from lightning_multigpu.job.guardian.workers import Workers
+from lightning_multigpu.job.guardian.ranks import Workers
 from tests.job.guardian.job import WORK, Job, eventually, go_on, is_alive, line_of
 
 pytestmark = pytest.mark.launch

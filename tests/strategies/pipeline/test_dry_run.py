@@ -118,7 +118,7 @@ def test_the_checks_of_a_batch_leave_no_trace(schedule: str, world2: World) -> N
 def weigh(lack: str) -> tuple[int, int]:
     """Whether this rank has computed steps on the whole module, and the bytes of its values when training has ended."""
     whole: list[Tensor] = []
-    own = Proof._compute_steps
+    own = Proof._compute
 
     def noted(self: Proof) -> str:
         whole.extend(
@@ -127,7 +127,7 @@ def weigh(lack: str) -> tuple[int, int]:
         return own(self)
 
     lacks = mock.patch.object(proof, "lack_of_memory", return_value=lack)
-    with lacks, mock.patch.object(Proof, "_compute_steps", noted):
+    with lacks, mock.patch.object(Proof, "_compute", noted):
         fitted(Classifier)
     return len(whole), sum(tensor.untyped_storage().nbytes() for tensor in whole)
 

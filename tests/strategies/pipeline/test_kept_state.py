@@ -217,13 +217,17 @@ ONE, TWO = {"num_micro_batches": 1}, {"num_micro_batches": 2}
 @pytest.mark.parametrize(
     ("kind", "options", "words"),
     [
-        (CountsBatches, ONE, "the second step .* changes self.n, .*on_train_batch_end.outputs"),
-        (AveragesInABuffer, ONE, "the second step .* changes self.average, "),
-        (KeepsHiddenStates, ONE, "the (first|second) step .* changes self.hidden, "),
+        (CountsBatches, ONE, "step 2 .* changes self.n, .*on_train_batch_end.outputs"),
+        (AveragesInABuffer, ONE, "step 2 .* changes self.average, "),
+        (KeepsHiddenStates, ONE, "step [12] .* changes self.hidden, "),
         (Recurrent, TWO, r"changes self.layers.0.hidden, .*num_micro_batches=2.*Pass num_micro_batches=1"),
-        (Recurrent, {**ONE, "activation_checkpointing": True}, "under activation_checkpointing run ag"),
+        (
+            Recurrent,
+            {**ONE, "activation_checkpointing": True},
+            "leave them out of activation_checkpointing",
+        ),
         (CountsFirst, TWO, r"changes self.n by itself.*on_train_batch_start"),
-        (CountsFirst, {**ONE, "schedule": "interleaved"}, "2 stages.*use schedule='1f1b'"),
+        (CountsFirst, {**ONE, "schedule": "interleaved"}, "changes self.n, .*several stages .use schedule='1f1b'"),
         (Experts, ONE, r"changes self.layers.0.own_loss.* pass it on"),
     ],
 )
@@ -320,7 +324,7 @@ def test_layers_that_set_themselves_up_took_the_first_micro_batch(way: str, worl
 
 def test_what_steps_change_by_themselves_has_to_be_the_same_for_parts_of_a_batch(world2: World) -> None:
     """An average of weights moved once a micro-batch; a limit under ``no_grad`` ended with autograd's raw text."""
-    words = "the step changes mean by itself.*on_train_batch_start"
+    words = "the step changes self.mean by itself.*on_train_batch_start"
     world2.run_raising(ValueError, words, fitted, Follows, case=CASE, num_micro_batches=2)
     words = "is changed in place by the step, as where it limits .*and 3 micro-batches .*num_micro_batches=1"
     world2.run_raising(PipelineError, words, fitted, LimitsWeights, case=CASE, num_micro_batches=4)

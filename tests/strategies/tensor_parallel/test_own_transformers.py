@@ -126,7 +126,7 @@ def planned(model: Callable[[], nn.Module], *, plan: Any = "auto", optimizer: An
         gather=lambda value: [value],
     )
     optimizers = [optimizer(task.parameters())]
-    return SplitLayers(task, group, plan).decide(step, optimizers, rtol=0.0, proves=False)
+    return SplitLayers(task, group, plan).decide(step, optimizers)
 
 
 MODELS_AND_BLOCKS = {**MODELS, **{name: (model, OWN_FOUND) for name, model in OWN.items()}}

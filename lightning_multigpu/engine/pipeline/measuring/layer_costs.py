@@ -20,7 +20,6 @@ from torch import Tensor
 from lightning_multigpu.communication.metering.clocks import Clock, clock_of
 from lightning_multigpu.engine.activation_checkpointing import recomputed, safe_inputs
 from lightning_multigpu.engine.errors import PipelineError
-from lightning_multigpu.engine.parity import without_gradients
 from lightning_multigpu.engine.pipeline.splitting.ownership import Ownership
 from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     Activations,
@@ -28,7 +27,12 @@ from lightning_multigpu.engine.pipeline.stages.layer_interception import (
     map_only,
     tensors_of,
 )
-from lightning_multigpu.engine.step_state import preserved_random_state, seed_of, set_random_state
+from lightning_multigpu.engine.step_state import (
+    preserved_random_state,
+    seed_of,
+    set_random_state,
+    without_gradients,
+)
 from lightning_multigpu.engine.tensor_split.parts import local
 from lightning_multigpu.engine.training_memory import SavedTensors
 from lightning_multigpu.planning.pipelines.stage_costs import PartCost

@@ -32,8 +32,8 @@ class Chain:
 
     Attributes:
         around: the modules that contain the layers, the container included, with their names; the outermost first.
-        uses: for each tensor outside of the layers, by its first name, the parts of a step that have used its values:
-            0 before the layers, 1 + i layer i, and n + 1 after the last of n layers.
+        uses: for each tensor outside of the layers that a stage has lacked, by its first name, the parts of a step that
+            need it: 0 before the layers, 1 + i layer i, and n + 1 after the last of n layers.
         replicated: names of modules and tensors outside of the layers that all ranks hold; True for all.
     """
 

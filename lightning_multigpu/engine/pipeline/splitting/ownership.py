@@ -6,8 +6,8 @@ in the same order. Gradients of a parameter that several ranks hold (tied weight
     embed -> [0] -> [1] -> [2] -> [3] -> norm -> head        first stage: embed, layers 0 and 1
                                                              last stage:  layers 2 and 3, norm, head
 
-Watched steps show which parts of a step use a parameter outside of the layers. Until then, parameters registered before
-the layers count as used before them, and the rest as used after them. Buffers outside of the layers are on all ranks,
+Steps on trial show which stages lack a parameter outside of the layers. Until then, parameters registered before the
+layers count as used before them, and the rest as used after them. Buffers outside of the layers are on all ranks,
 unless steps write into them before the layers.
 """
 

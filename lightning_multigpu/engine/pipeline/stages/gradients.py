@@ -187,24 +187,22 @@ class RemoteGradient(Placeholder):
     Args:
         parameter: the placeholder of the parameter.
         source: a description of the gradient, for messages.
+
+    Attributes:
         norms: 1-norm, 2-norm and largest absolute value, by their orders; tensors without dimensions.
     """
 
     norms: dict[float, Tensor]
 
-    @staticmethod
-    def __new__(cls, parameter: Tensor, source: str, norms: dict[float, Tensor]) -> RemoteGradient:
-        made = Placeholder.__new__(cls, parameter, source)
-        assert isinstance(made, RemoteGradient)
-        return made
-
-    def __init__(self, parameter: Tensor, source: str, norms: dict[float, Tensor]) -> None:
-        super().__init__(parameter, source)
-        self.norms = norms
+    @classmethod
+    def of(cls, parameter: Tensor, source: str, norms: dict[float, Tensor]) -> RemoteGradient:
+        made: Any = cls(parameter, source)
+        made.norms = norms
+        return made  # type: ignore[no-any-return]
 
     @override
     def resized(self, shape: Sequence[int]) -> RemoteGradient:
-        return RemoteGradient(super().resized(shape), self.source, self.norms)
+        return RemoteGradient.of(super().resized(shape), self.source, self.norms)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -222,7 +220,7 @@ class RemoteGradient(Placeholder):
         mine = args[0] if args else None
         if isinstance(mine, RemoteGradient):
             if func in _SAME:
-                return RemoteGradient(mine, mine.source, mine.norms)
+                return RemoteGradient.of(mine, mine.source, mine.norms)
             if func is _aten.linalg_vector_norm.default:
                 norm = mine._norm(*args[1:], **(kwargs or {}))
                 if norm is not None:
@@ -264,7 +262,7 @@ def remote_gradients(ownership: Ownership, sums: StageSums) -> Iterator[None]:
     for row, holding, parameter in zip(norms, holdings, parameters, strict=True):
         if row[0] and isinstance(parameter, Placeholder):
             norms_of = dict(zip(_ORDERS, row[1:], strict=True))
-            parameter.grad = RemoteGradient(parameter, _SOURCE.format(holding.name), norms_of)
+            parameter.grad = RemoteGradient.of(parameter, _SOURCE.format(holding.name), norms_of)
             shown.append(parameter)
     try:
         yield
