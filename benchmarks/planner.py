@@ -274,7 +274,7 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
 
 
 class CountsMemory(pl.Callback):
-    """Writes the bytes of each kind that a rank holds in its second step into a file of the folder."""
+    """Writes the bytes of each kind that a rank holds in its second optimizer step into a file of the folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -284,7 +284,7 @@ class CountsMemory(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if batch_idx == 1:
+        if batch_idx == trainer.accumulate_grad_batches:  # the optimizer has made its states
             held = [parameter for parameter in pl_module.parameters() if not isinstance(parameter, Placeholder)]
             self._saved = SavedActivations([*held, *pl_module.buffers()])
             self._counting.enter_context(self._saved.counted())
