@@ -166,7 +166,7 @@ class HierarchicalAllReduce:
 
     def sent_parts(self, bounds: Bounds, itemsize: int) -> tuple[SentBytes, SentBytes]:
         """Bytes that this rank sends in a :meth:`reduce_scatter`, and in an :meth:`all_gather`."""
-        inside, between, shard = self._parts(bounds)
+        inside, between, _ = self._parts(bounds)
         sizes = [(b - a) * itemsize for a, b in between]
         own, held, total = 0 if self._ring is None else self._ring.rank, sum(sizes), inside[-1][1] * itemsize
         shared = 0 if self.inside is None else held
