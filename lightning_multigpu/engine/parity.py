@@ -191,8 +191,9 @@ def outcome(module: Module, turns: Iterable[Turn], traceless: Traceless, *, rese
                 for buffer, value in zip(module.buffers(), buffers, strict=False):
                     buffer.copy_(value)
                 run()
-            found = zip(parameters, map(_change, parameters.values(), before), strict=True)
-            changes |= {name: change for name, change in found if change is not None}
+            for name, change in zip(parameters, map(_change, parameters.values(), before), strict=True):
+                if change is not None:  # of other rows than an earlier turn's, or as there: Embedding(max_norm=)
+                    changes[name] = change if name not in changes else changes[name].where(changes[name] != 0, change)
     return take_gradients(module), changes
 
 
