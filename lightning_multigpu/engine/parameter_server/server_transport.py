@@ -52,7 +52,7 @@ class _Part:
 
     Attributes:
         room: the memory for them, which the server offers.
-        ready: the parameters of which backward has the gradient.
+        lacking: the parameters of which backward has yet to give a gradient; None before the first one of a step.
         pushed: the gradients that were pushed for the next step, with their marks; None if none were.
         sums: checksums of weights on a GPU that came, on worker 0; those on the host are compared with the room's.
     """
@@ -61,7 +61,7 @@ class _Part:
     server: int
     pieces: list[tuple[Parameter, Piece]]
     room: Room = field(init=False)
-    ready: set[Parameter] = field(default_factory=set)
+    lacking: set[Parameter] | None = None
     pushed: list[Any] | None = None
     num_pushes: int = 0
     sums: list[int] = field(default_factory=list)
@@ -251,8 +251,10 @@ class ServerTransport:
     def _gradient_is_ready(self, parameter: Parameter) -> None:
         """Pushes a part when backward has the last of its gradients."""
         for part, _ in self._pieces[parameter] if self.pushes_early and parameter.grad is not None else ():
-            part.ready.add(parameter)
-            if part.pushed is None and all(p in part.ready for p, _ in part.pieces if p.requires_grad):
+            if part.lacking is None:
+                part.lacking = {p for p, _ in part.pieces if p.requires_grad}
+            part.lacking.discard(parameter)
+            if part.pushed is None and not part.lacking:
                 self._push(part)
 
     def _push(self, part: _Part) -> None:
@@ -343,8 +345,7 @@ class ServerTransport:
         servers.meter.waited(start_s, servers.meter.now())
         self._pushing.clear()
         for part in parts:
-            part.pushed, part.num_pushes = None, 0
-            part.ready.clear()
+            part.pushed, part.num_pushes, part.lacking = None, 0, None
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # as its own step would tell LR schedulers
 
     def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Callable[[], int]]) -> None:
