@@ -90,8 +90,8 @@ class OwnerParts:
         """
         part = slice(None) if to_all else bucket.own[1]
         if self._all_reduce is None:
-            works = self._by_back_end("all_reduce" if to_all else "reduce", bucket, flat.div_(self._group.size))
-            return lambda: works()[part].clone()
+            wait = self._by_back_end("all_reduce" if to_all else "reduce", bucket, flat.div_(self._group.size))
+            return lambda: wait()[part].clone()
         if to_all:
             sent = self._all_reduce.plan(flat, average=True).sent if flat.numel() else SentBytes(0, 0)
             return self._beside("all_reduce", flat, sent, partial(self._all_reduce, average=True), part)

@@ -1,4 +1,4 @@
-"""What all ranks must have in common: settings of optimizers, and the values of the parameters that they train."""
+"""Comparison of what ranks have in common: settings of optimizers, and values of the parameters that they train."""
 
 from __future__ import annotations
 

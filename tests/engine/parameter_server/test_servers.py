@@ -308,10 +308,12 @@ def test_a_worker_that_is_gone_ends_the_job(worker: int) -> None:
 def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """tests/communication/test_connections.py has machines that are gone."""
     monkeypatch.setattr(looking, "_LOOK_S", 0.05)
-    limits: dict[Any, float] = {}
-    monkeypatch.setattr(looking.Connections, "cut_silent", lambda self, limit_s: limits.update({self: limit_s}))
+    limits: dict[Any, tuple[float, int]] = {}
+    monkeypatch.setattr(
+        looking.Connections, "cut_silent", lambda own, limit_s: limits.update({own: (limit_s, len(own._names))})
+    )
     with job(num_workers=1) as found, found.connections(0) as connections:
         connections.staleness()  # the server is there
         owner = connections if looking is servers_module else found.servers[0]
         wait_until(lambda: owner._connections in limits)
-        assert limits[owner._connections] == 20.0
+        assert limits[owner._connections] == (20.0, 2), "both connections"
