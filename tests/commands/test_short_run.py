@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_multigpu.callbacks import ProfilerReport
 from lightning_multigpu.commands.plans import measured_model as module_under_test
 from lightning_multigpu.commands.plans.measured_model import PlannedModule, ShortRunError, measured_model
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile
@@ -56,6 +58,15 @@ class Module(L.LightningModule):
 class Failing(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         raise KeyError("a column")
+
+
+class AloneOnly(Module):
+    """A copy ends, as where its memory is lacking; it has no profile."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if not any(isinstance(callback, ProfilerReport) for callback in self.trainer.callbacks):  # type: ignore[attr-defined]
+            os._exit(1)
+        return super().training_step(batch, batch_idx)
 
 
 Manual = functools.partial(Module, optimizers=2)
@@ -132,6 +143,11 @@ def test_a_module_that_optimizes_manually(measured: Measured) -> None:
         measured(Module, 2).splits[2].held,
     )
     assert "manual optimization is not possible" in found.refused["pipelines"]
+
+
+def test_beside_copies_that_die_nothing_is_measured(measured: Measured) -> None:
+    """The model was then nearly as fast as alone, and nothing said so."""
+    assert measured(AloneOnly, 2).slowdown == {}
 
 
 def test_what_cannot_be_measured_has_its_reason(measured: Measured) -> None:

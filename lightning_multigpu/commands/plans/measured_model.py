@@ -95,7 +95,7 @@ def measured_model(
 
     Args:
         crowds: numbers of ranks that compute at once on one machine's cores.
-        limit_bytes: of a rank; a larger model is not measured beside copies.
+        limit_bytes: of a rank; a larger model is not measured beside copies, nor one whose copies die.
         tell: called with what is measured next.
 
     Raises:
@@ -119,7 +119,10 @@ def measured_model(
     slowdown: dict[int, float] = {}
     held, activations = _memory(whole.document)
     for crowd in crowds if held.total + activations <= limit_bytes else ():
-        beside = phases_of(quiet(f"the model beside {crowd - 1} others", copies=crowd).document)
+        try:
+            beside = phases_of(quiet(f"the model beside {crowd - 1} others", copies=crowd).document)
+        except ShortRunError:  # the model alone has trained: its copies do not fit
+            continue
         seconds = [phases.forward_s + phases.backward_s for phases in (beside, alone)]
         slowdown[crowd] = max(1.0, seconds[0] / seconds[1])
     refused: dict[str, str] = {}
@@ -214,6 +217,8 @@ def short_run(subject: PlannedModule, num_ranks: int = 1, copies: int = 1) -> Sh
     theirs.close()
     try:
         answer = _answer(ours)
+        if any(copy.exitcode is not None for copy in processes[1:]):
+            answer = "a copy of the model beside it has died"
         others = share_of_others([before], [usage()])
     finally:
         for process in processes:

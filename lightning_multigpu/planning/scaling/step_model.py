@@ -244,7 +244,6 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or usual
     named, ratio, every = name, 1.0, int(options.get("average_every", 1))
     if n > 1 and (compression := options.get("compression")):
-        compression = compression["name"] if isinstance(compression, Mapping) else compression
         named, ratio = f"{name}:compression={compression}", RATIOS.get(compression, 0.0)
         if not any(each.strategy == named for each in machine.references):
             raise ImpossibleError(f"compression={compression!r} is not calibrated on {machine.name}")
