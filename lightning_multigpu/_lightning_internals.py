@@ -6,7 +6,8 @@ When Lightning moves one of them, ``tests/test_lightning_internals.py`` names it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -23,6 +24,11 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 from lightning.fabric.strategies.launchers.multiprocessing import (
     # Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
     _disable_module_memory_sharing as disable_module_memory_sharing,
+)
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    # The command that runs this script again for a rank: see command_of_rank.
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
 )
 from lightning.fabric.utilities.cloud_io import (
     # What Lightning's loading of a checkpoint passes on to torch.load: see LOADS_WEIGHTS_ONLY.
@@ -100,6 +106,7 @@ __all__ = [
     "attributes_of_lightning",
     "check_cuda_fork",
     "check_main_guard",
+    "command_of_rank",
     "disable_module_memory_sharing",
     "draws_graph",
     "given_checkpoint",
@@ -155,6 +162,14 @@ def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
         and not isinstance(loader.dataset, IterableDataset)
         and not isinstance(loader.sampler, DistributedSampler)
     ]
+
+
+def command_of_rank(local_rank: int) -> tuple[Sequence[str], str | None]:
+    """The command that runs this script again, and its directory, as Lightning starts ranks; not public elsewhere."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is not None and hydra.HydraConfig.initialized():
+        return _hydra_subprocess_cmd(local_rank)
+    return _basic_subprocess_cmd(), None
 
 
 def given_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
