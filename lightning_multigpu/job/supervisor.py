@@ -60,7 +60,8 @@ _BEAT_S = 1.0
 _HOST_GONE_S = 60.0  # host 0 is gone if no beat has reached it for so long
 _STOPPED_S = 5.0  # a rank that is stopped (SIGSTOP) for longer is ended
 _LONGEST_PAUSE_S = 30.0
-_RUNS_WELL_S = 60.0  # a rank that has run for so long has its restarts counted anew
+_SAME_PAUSE_S = 2.0  # in which other ranks raise the same exception too
+_SOON_S = 60.0  # a rank that ends sooner than this is started again after a pause, which grows
 _PR_SET_PDEATHSIG = 1
 _KEPT: list[Any] = []  # lighthouses and stores of this process, which serve until it ends
 
@@ -114,7 +115,7 @@ class SupervisorLauncher(SubprocessScriptLauncher):
         run: ranks, environment and ``join_timeout_s``, in which the hosts have to find each other.
         lighthouse: of the job.
         check: raises if the run is impossible, before any rank is started.
-        max_restarts: how often in a row a lost rank is started again; a rank that has run for a minute begins anew.
+        max_restarts: how often each rank is started again; one that is lost more often may have a sick device.
 
     Raises:
         ValueError: there is no script that ranks could run; or this is a rank, and its Trainer wants other ranks than
@@ -122,7 +123,7 @@ class SupervisorLauncher(SubprocessScriptLauncher):
     """
 
     def __init__(
-        self, run: RunContext, lighthouse: Lighthouse, check: Callable[[pl.Trainer], None], *, max_restarts: int = 5
+        self, run: RunContext, lighthouse: Lighthouse, check: Callable[[pl.Trainer], None], *, max_restarts: int = 10
     ) -> None:
         super().__init__(run.environment, run.ranks_per_host, run.num_nodes)
         self._run, self._lighthouse, self._check, self._max_restarts = run, lighthouse, check, max_restarts
@@ -184,18 +185,18 @@ class SupervisorLauncher(SubprocessScriptLauncher):
 
 @dataclass
 class _Rank:
-    """A rank of this host: its process, or None; when the next one starts, None for never; how the last one ended.
+    """A rank of this host: its process, or None; when the next one starts, None for never; how and when the last ended.
 
-    ``restarts`` counts those in a row, ``polls_stopped`` how often in a row the process was seen stopped: a supervisor
-    that is stopped as well sees nothing.
+    ``polls_stopped`` counts how often in a row the process was seen stopped: a supervisor that is stopped as well sees
+    nothing.
     """
 
     rank: int
     process: subprocess.Popen[bytes] | None = None
     due_s: float | None = 0.0
     failure: Failure | None = None
+    ended_s: float = 0.0
     starts: int = 0
-    restarts: int = 0
     polls_stopped: int = 0
     begun_s: float = 0.0
     pipe: int = -1
@@ -227,17 +228,15 @@ class _Rank:
         return [json.loads(line) for line in self.told.split(b"\n")[:-1]]
 
     def watch(self) -> None:
-        """Forgives a rank that runs well its restarts, and ends one that is stopped."""
+        """Ends a process that is stopped."""
         assert self.process is not None
-        if time.monotonic() - self.begun_s > _RUNS_WELL_S:
-            self.restarts, self.failure = 0, None
         stat = read_stat(self.process.pid)
         self.polls_stopped = self.polls_stopped + 1 if stat is not None and stat.state == "T" else 0
         if self.polls_stopped * _POLL_S > _STOPPED_S:
             self.process.kill()
 
     def end(self, code: int) -> Failure:
-        """Forgets the process, which has ended with the status ``code``; returns its failure."""
+        """Forgets the process, which has ended with the exit code ``code``; returns its failure."""
         assert self.process is not None
         messages, pid, self.process = self.messages(), self.process.pid, None
         os.close(self.pipe)
@@ -304,33 +303,39 @@ class Supervisor:
                 self._has_ended(rank, code)
         elif rank.due_s is not None and time.monotonic() > rank.due_s:
             if rank.failure is not None:
-                self._show(rank.failure, f"and is started again ({rank.restarts} of {self._max_restarts})")
+                self._show(rank.failure, f"and is started again ({rank.starts} of {self._max_restarts})")
             rank.start(self._environment, local_rank)
 
     def _has_ended(self, rank: _Rank, code: int) -> None:
         """Decides whether the rank is started again."""
-        failure = rank.end(code)
-        others = [each.failure for each in self._ranks if each is not rank] or [rank.failure]
-        rank.failure = failure
-        status = code if code >= 0 else 128 - code
+        failure, status, now_s = rank.end(code), code if code >= 0 else 128 - code, time.monotonic()
+        is_common = code > 0 and self._is_common(rank, failure)
+        rank.failure, rank.ended_s = failure, now_s
         if code == 0 or self._ends_since_s:
             pass
-        elif code == SIGTERM_STATUS:
-            self._show(failure, "and has left at SIGTERM")
+        elif status == SIGTERM_STATUS:
+            self._show(failure, "and has left")
         elif self._has_finished:
             self._show(failure, "and is not started again: the fit is over")
-            self._status = status if code > 0 else None
-        elif code > 0 and all(_alike(failure, other) for other in others):
+            self._status = status if code > 0 else self._status
+        elif is_common:
             self._show(failure, "as every rank of this host did", begin="The job failed: ")
             self._is_over, self._status = True, status
-        elif rank.restarts == self._max_restarts:
+        elif rank.starts > self._max_restarts:
             self._show(failure, f"and is not started again: max_restarts={self._max_restarts}")
         else:
-            # After an exception there is time for other ranks to raise it too.
-            pause_s = min(_LONGEST_PAUSE_S, 2.0 ** (rank.restarts + 1)) if code > 0 or rank.restarts else 0.0
-            rank.restarts, rank.due_s = rank.restarts + 1, time.monotonic() + pause_s
+            pause_s = _SAME_PAUSE_S**rank.starts if now_s - rank.begun_s < _SOON_S else _SAME_PAUSE_S * (code > 0)
+            rank.due_s = now_s + min(_LONGEST_PAUSE_S, pause_s)
             return
         self._statuses.append(status)
+
+    def _is_common(self, rank: _Rank, failure: Failure) -> bool:
+        """Whether all ranks of this host have failed so, now or at the same step; the only one: twice."""
+        if len(self._ranks) == 1:
+            return _alike(failure, rank.failure)
+        others = [each for each in self._ranks if each is not rank]
+        since_s = float("-inf") if failure.step else time.monotonic() - _SOON_S
+        return all(_alike(failure, each.failure) and each.ended_s > since_s for each in others)
 
     def _show(self, failure: Failure, what: str, *, begin: str = "") -> None:
         """Prints the end of a rank in one line, after its traceback if that is a new one."""
