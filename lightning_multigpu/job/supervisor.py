@@ -220,6 +220,10 @@ class _Rank:
         self.begun_s, self.due_s, self.told, self.polls_stopped = time.monotonic(), None, b"", 0
         self.starts += 1
 
+    @property
+    def was_stopped(self) -> bool:
+        return self.polls_stopped * _POLL_S > _STOPPED_S
+
     def messages(self) -> list[Any]:
         """What the process has told so far: a failure, or {} for the end of a fit."""
         with contextlib.suppress(BlockingIOError):
@@ -228,12 +232,13 @@ class _Rank:
         return [json.loads(line) for line in self.told.split(b"\n")[:-1]]
 
     def watch(self) -> None:
-        """Ends a process that is stopped."""
+        """Ends a process that is stopped for too long."""
         assert self.process is not None
         stat = read_stat(self.process.pid)
-        self.polls_stopped = self.polls_stopped + 1 if stat is not None and stat.state == "T" else 0
-        if self.polls_stopped * _POLL_S > _STOPPED_S:
+        if self.was_stopped:
             self.process.kill()
+        else:
+            self.polls_stopped = self.polls_stopped + 1 if stat is not None and stat.state == "T" else 0
 
     def end(self, code: int) -> Failure:
         """Forgets the process, which has ended with the exit code ``code``; returns its failure."""
@@ -242,8 +247,7 @@ class _Rank:
         os.close(self.pipe)
         if code > 0 and messages and messages[-1]:
             return Failure(**messages[-1])
-        was_stopped = self.polls_stopped * _POLL_S > _STOPPED_S
-        what = f"was stopped for {_STOPPED_S:g} s" if was_stopped else ended_text(code)
+        what = f"was stopped for {_STOPPED_S:g} s" if self.was_stopped else ended_text(code)
         return Failure(what, self.rank, host_name(), pid)
 
 

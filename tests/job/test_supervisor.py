@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
@@ -132,6 +133,10 @@ def test_a_rank_that_leaves_at_sigterm_and_another_trainer(job: Supervised) -> N
 def test_signals_reach_each_rank_once_and_the_second_ends_all(job: Supervised) -> None:
     job.begin(2, "0:0:notes signals", "1:0:notes signals")
     job.until(lambda: all((job.directory / f"ready{rank}").exists() for rank in range(2)))
+    every = [psutil.Process(pid) for pid in (job.processes[0].pid, *job.starts().values())]
+    for number, stopped in (signal.SIGTSTP, True), (signal.SIGCONT, False):  # Ctrl-Z, and fg
+        job.processes[0].send_signal(number)
+        job.until(lambda stopped=stopped: {each.status() == psutil.STATUS_STOPPED for each in every} == {stopped})
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
         job.processes[0].send_signal(number)
         job.until(lambda number=number: job.output(0).count(f"got {number}") == 2)
