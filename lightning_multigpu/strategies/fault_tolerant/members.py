@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+import urllib.request
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -77,8 +80,9 @@ class Members:
         changed: called after each change of the members.
 
     Attributes:
-        ranks: of the members.
+        processes: the members' ranks, in order, by a name of each process.
         has_joined: False while this rank waits to come in: it computes, and what it computes does not count.
+        begins_anew: whether all ranks have been lost, and begin again from the last checkpoint.
         asks: whether members meet before the next sum.
         healed: whether this rank has taken a member's state since the last step.
         wants_to_leave, has_left: see :meth:`leave`.
@@ -102,12 +106,12 @@ class Members:
         global _runs
         self.rank, self._world_size, self._limits = rank, world_size, limits
         self._step, self._changed = step, changed
-        self.ranks: list[int] = []
+        self.processes: dict[str, int] = {}
         self.history: list[Change] = []
+        self.begins_anew = False
         self.has_joined = self.healed = self.asks = self.wants_to_leave = self.has_left = self._is_broken = False
         self.generation = 0
-        self._size_bytes = 0
-        self._checked_s = time.monotonic()
+        self._checked_s = self._broken_s = time.monotonic()
         self._give = give
         self._take = take
         interface = interface_towards(address)
@@ -140,6 +144,7 @@ class Members:
             self._main.set("lighthouse", given)
         elif given is None:
             given = self._main.get("lighthouse").decode()
+        url = given if "://" in given else f"http://{given}"
         self._own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         self._group = _group_class()(own, self, timeout=timedelta(seconds=_CONNECT_S))
         transport = _transport_class()(own, timedelta(seconds=limits.join_timeout_s))
@@ -156,24 +161,27 @@ class Members:
             world_size=1,
             store_addr=own,
             store_port=self._own_store.port,
-            lighthouse_addr=given if "://" in given else f"http://{given}",
+            lighthouse_addr=url,
             replica_id=f"rank{rank:06}",  # the order of the members
             hostname=own,
             checkpoint_transport=transport,
             init_sync=False,
         )
         if not int(starts or 0) or not self._main.check(["met"]):
-            self._meet_first()
+            self._meet_first("0", limits.join_timeout_s)
+        elif (quorum := _all_lost(url, limits.heartbeat_timeout_s)) is not None:
+            self.begins_anew = True
+            self._meet_first(quorum, limits.straggler_timeout_s)
 
-    def _meet_first(self) -> None:
-        """Waits for all ranks of the job, up to the join time, so that they begin together."""
+    def _meet_first(self, life: str, limit_s: float) -> None:
+        """Waits for all ranks of the job, so that they begin together."""
         everybody = range(self._world_size)
-        self._main.set(f"arrived/{self.rank}", "")
+        self._main.set(f"arrived/{life}/{self.rank}", "")
         try:
-            self._main.wait([f"arrived/{each}" for each in everybody])
+            self._main.wait([f"arrived/{life}/{each}" for each in everybody], timedelta(seconds=limit_s))
         except RuntimeError:  # DistStoreError
-            _say(f"not all {self._world_size} ranks have come in {self._limits.join_timeout_s:g} s: the others begin")
-        arrived = [each for each in everybody if self._main.check([f"arrived/{each}"])]
+            _say(f"not all {self._world_size} ranks have come in {limit_s:g} s: the others begin")
+        arrived = [each for each in everybody if self._main.check([f"arrived/{life}/{each}"])]
         self.has_joined = True
         while len(self.ranks) < len(arrived):
             self.meet()
@@ -181,6 +189,10 @@ class Members:
         self._main.set("met", "")
 
     # Who
+
+    @property
+    def ranks(self) -> list[int]:
+        return [*self.processes.values()]
 
     @property
     def index(self) -> int:
@@ -196,10 +208,10 @@ class Members:
         """Whether there are members to talk to."""
         return self.has_joined and not self._is_broken and not self.has_left
 
-    def split(self) -> None:
+    def split(self, since_s: float | None = None) -> None:
         """Ends the group after a failure: all other members' collectives then fail too, and all meet again."""
         if not self._is_broken:
-            self._is_broken = True
+            self._is_broken, self._broken_s = True, since_s or time.monotonic()
             self._group.abort(errored=False)
 
     # Meeting
@@ -221,7 +233,7 @@ class Members:
         Raises:
             TimeoutError: fewer than ``min_replicas`` ranks for ``wait_for_replicas_s``.
         """
-        begun_s, before, told = time.monotonic(), self.ranks, False
+        begun_s, before, told = self._broken_s if self._is_broken else time.monotonic(), self.processes, False
         has_failed, self.healed = self._is_broken and self.has_joined, False
         while True:
             if has_failed:  # the lighthouse then gives the quorum a new number, and with it all a new group
@@ -238,6 +250,9 @@ class Members:
                 problem = None
                 if not has_failed and self.size < self._limits.min_replicas:
                     problem = f"{self.size} of min_replicas={self._limits.min_replicas} ranks are left"
+            if {*before} - {*self.processes} and self.is_over:
+                _say(f"rank {self.rank} ends at step {self._step()}: the others have ended the fit without it")
+                raise SystemExit(0)
             if problem is None and not has_failed:
                 break
             waited_s = time.monotonic() - begun_s
@@ -257,10 +272,11 @@ class Members:
         self._manager.should_commit()
         self.healed = False
 
-    def _note(self, before: Sequence[int], seconds: float) -> None:
+    def _note(self, before: Mapping[str, int], seconds: float, *, gone: str = "is lost") -> None:
         """Tells of a change of the members, if there is one."""
         _tell_rank_zero(self.index if self.has_joined else -1, self.rank)
-        lost, joined = sorted({*before} - {*self.ranks}), sorted({*self.ranks} - {*before})
+        lost = [rank for process, rank in before.items() if process not in self.processes]
+        joined = [rank for process, rank in self.processes.items() if process not in before]
         if self.healed:
             lost, joined = [], [self.rank]
         if not lost and not joined:
@@ -269,11 +285,10 @@ class Members:
         change = Change(self._step(), time.time(), lost, joined, len(self.ranks), seconds)
         self.history.append(change)
         if before and self.index == 0 and not self.healed:
-            go_on = f"{self.size} of {self._world_size} ranks go on"
-            for ranks, text in (lost, "lost"), (joined, "back"):
-                if ranks:
-                    who = f"rank {', '.join(map(str, ranks))} {'is' if len(ranks) == 1 else 'are'} {text}"
-                    _say(f"{who} at step {change.step}: {go_on} after {seconds:.1f} s")
+            go_on = f"{self.size} of {self._world_size} ranks go on after {seconds:.1f} s"
+            for ranks, text in (lost, gone), (joined, "is back"):
+                for rank in ranks:
+                    _say(f"rank {rank} {text} at step {change.step}: {go_on}")
         self._changed()
 
     def _given(self) -> Any:
@@ -289,11 +304,21 @@ class Members:
         if self.index in leaving:
             self.has_left = True
             return
-        before, begun_s = self.ranks, time.monotonic()
+        before, begun_s = self.processes, time.monotonic()
         self._group.shrink([each for each in range(self.size) if each not in leaving], f"left at {self._step()}")
         # Until its last beat has become old the lighthouse would wait for the rank that has left.
         self._checked_s = time.monotonic() + self._limits.heartbeat_timeout_s
-        self._note(before, time.monotonic() - begun_s)
+        self._note(before, time.monotonic() - begun_s, gone="has left")
+
+    # The last checkpoint, which all ranks resume from when all have been lost
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The path that some rank has told."""
+        return self._main.get("checkpoint").decode() if self._main.check(["checkpoint"]) else None
+
+    def has_saved(self, path: str) -> None:
+        self._main.set("checkpoint", path)
 
     # Collectives
 
@@ -347,6 +372,21 @@ def _tell_rank_zero(index: int, rank: int) -> None:
     rank_zero_only.rank = index if index >= 0 else max(1, rank)  # type: ignore[attr-defined]
 
 
+def _all_lost(lighthouse: str, beat_s: float) -> str | None:
+    """The number of the last quorum, if none of its members lives; else None."""
+    while True:
+        with urllib.request.urlopen(f"{lighthouse}/status", timeout=_CONNECT_S) as page:
+            quorum, beats = page.read().decode().split("Heartbeats")
+        members = {*re.findall(r"rank\d{6}:[-\w]+", quorum)}
+        ages_s = {name: float(age) for name, age in re.findall(r"(rank\d{6}:[-\w]+): seen ([\d.e-]+)s", beats)}
+        ages = [ages_s[each] for each in members & {*ages_s} if ages_s[each] < beat_s]
+        if not ages:
+            return re.findall(r"quorum_id: (\d+)", quorum)[0]  # type: ignore[no-any-return]
+        if min(ages) < beat_s / 3:
+            return None
+        time.sleep(0.1)
+
+
 def _group_class() -> Any:
     """torchft's group of Gloo, as the default process group: that is what metrics and user code communicate over."""
     groups = torchft("process_group")
@@ -380,7 +420,8 @@ def _group_class() -> Any:
             group = dist.group.WORLD
             slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
             dist.distributed_c10d._set_pg_timeout(slow, group)  # of what waits outside of steps
-            self._members.ranks = list(self._global_ranks)
+            peers = [json.loads(handle) for handle in self._handles]
+            self._members.processes = {peer["id"]: peer["global_rank"] for peer in peers}
             return group
 
         def abort(self, errored: bool = True) -> None:
@@ -405,6 +446,8 @@ def _transport_class() -> Any:
         def __init__(self, address: str, timeout: timedelta) -> None:
             self._host = address
             super().__init__(timeout=timeout, num_chunks=0)
+            self._server.RequestHandlerClass.log_message = lambda *args: None
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in loading
 
         def address(self) -> str:
             return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"

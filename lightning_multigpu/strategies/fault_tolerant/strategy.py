@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
@@ -26,6 +29,7 @@ from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
+from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint
 from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.process_groups import metered_group
@@ -248,10 +252,32 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                     raise ValueError("LBFGS under ft_ddp: it computes a step in several passes; use another optimizer")
         if (group := self._over_members()) is not None:
             group.broadcast_tensors([*self._module.parameters(), *self._module.buffers()], src=group.first_rank)
+        if self.members.begins_anew and (path := self._newest_checkpoint()) is not None:
+            trainer._checkpoint_connector._restore_modules_and_callbacks(path)
         if not self.members.has_joined:
             if trainer.state.fn != TrainerFn.FITTING or self.members.is_over:
                 raise SystemExit(0)
             trainer.num_sanity_val_steps = 0
+
+    def _newest_checkpoint(self) -> str | None:
+        """The checkpoint that ranks begin from after all have been lost; a collective."""
+        path = self.members.last_checkpoint
+        if path is not None and not os.path.exists(path):
+            path = find_last_checkpoint(os.path.dirname(path), missing_ok=True)
+        path = self.broadcast(path)
+        rank_zero_info(f"ft_ddp: all ranks were lost, and begin {'anew' if path is None else f'from {path}'}")
+        return path
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Writes the file on the first member; if that is lost meanwhile, on the next one."""
+        while True:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self.is_global_zero and "optimizer_states" in checkpoint:
+                self.members.has_saved(os.path.abspath(str(filepath)))
+            if not self.members.talks or self._asked(False, lambda group: group.barrier() or True):
+                return
+            self.members.meet(shrinks=True)
 
     @override
     def model_to_device(self) -> None:
@@ -392,7 +418,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     # Training
 
     def _forget_step(self) -> None:
-        self._weight, self._batches, self._is_foreign = 0.0, 0, False
+        self._weight, self._batches, self._is_foreign, self._has_averaged = 0.0, 0, False, False
 
     @override
     def on_train_start(self) -> None:
@@ -411,6 +437,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._has_averaged:
+            self._forget_step()
         with replaced(self, _in_step=True):
             return super().training_step(*args, **kwargs)
 
@@ -430,7 +458,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         if not self._accumulates:
             self._average_gradients()
-            self._forget_step()
+            self._has_averaged = True
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -442,8 +470,16 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         weight = 0.0 if self._loss_reduction == "sum" else self._weight / self._batches
         has_met = False
         while True:
+            begun_s = time.monotonic()
             if members.is_due():
-                members.meet()
+                try:
+                    members.meet()
+                except TimeoutError:
+                    trainer = module.trainer
+                    trainer.save_checkpoint(
+                        os.path.join(trainer.default_root_dir, f"ft_ddp-step={trainer.global_step}.ckpt")
+                    )
+                    raise
                 has_met = True
                 self._is_foreign = self._is_foreign or members.healed
             try:
@@ -455,7 +491,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                     after_meeting=has_met,
                 )
             except RuntimeError:
-                members.split()
+                members.split(begun_s)
                 continue
             break
         if has_met:
