@@ -47,9 +47,21 @@ from lightning.fabric.utilities.imports import (
     _IS_INTERACTIVE as IS_INTERACTIVE,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.loops.evaluation_loop import (
+    # A validation is repeated where a rank is lost in it.
+    _EvaluationLoop as EvaluationLoop,
+)
 from lightning.pytorch.loops.fit_loop import (
     # The loops of a fit read `should_stop` between two hooks: ranks can agree on it only there.
     _FitLoop as FitLoop,
+)
+from lightning.pytorch.loops.loop import (
+    _Loop,
+)
+from lightning.pytorch.loops.progress import (
+    # A rank takes over the counters of another one in the middle of an epoch, where loading a checkpoint would begin
+    # the epoch anew.
+    _BaseProgress,
 )
 from lightning.pytorch.loops.training_epoch_loop import (
     _TrainingEpochLoop as TrainingEpochLoop,
@@ -98,15 +110,18 @@ __all__ = [
     "LOADS_WEIGHTS_ONLY",
     "WEIGHT_AVERAGES",
     "EndOfRun",
+    "EvaluationLoop",
     "FitLoop",
     "GlobalStateSnapshot",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
     "attributes_of_lightning",
+    "callback_metrics",
     "check_cuda_fork",
     "check_main_guard",
     "command_of_rank",
+    "counters",
     "disable_module_memory_sharing",
     "draws_graph",
     "given_checkpoint",
@@ -198,6 +213,22 @@ def tell_device(module: Module, device: torch.device) -> None:
 def forget_loader_states(trainer: Trainer) -> None:
     """Leaves out the positions that a checkpoint has of loaders: Lightning would ask ours to load them."""
     trainer.fit_loop._combined_loader_states_to_load = []
+
+
+def counters(loop: _Loop, path: str = "") -> dict[str, _BaseProgress]:
+    """Lightning's counters of a loop and of the loops within it, by their paths."""
+    found: dict[str, _BaseProgress] = {}
+    for name, value in vars(loop).items():
+        if isinstance(value, _BaseProgress):
+            found[path + name] = value
+        elif isinstance(value, _Loop):
+            found |= counters(value, f"{path}{name}.")
+    return found
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What ``trainer.callback_metrics`` is made of, to be changed."""
+    return trainer._logger_connector._callback_metrics
 
 
 @cache
