@@ -31,6 +31,7 @@ import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -46,6 +47,7 @@ from typing_extensions import override
 
 from benchmarks.heading import heading
 from lightning_multigpu.emulation import EmulatedHosts
+from tests import preforked
 
 RANKS, HOSTS = 4, 2
 KINDS = ("kill", "stop", "host", "cut")
@@ -206,8 +208,8 @@ class Run:
 class TrainedJob:
     """The job, on this machine or on two emulated hosts; a context manager that leaves no process behind."""
 
-    def __init__(self, directory: Path, hosts: EmulatedHosts | None, *arguments: str) -> None:
-        self.directory, self.hosts = directory, hosts
+    def __init__(self, directory: Path, hosts: EmulatedHosts | None, forked: bool, *arguments: str) -> None:
+        self.directory, self.hosts, self._forked = directory, hosts, forked
         self._command = [sys.executable, "-m", "benchmarks.losses", "--train", str(directory), *arguments]
         self._mark = f"{os.getpid()}-{directory.name}"
         self.supervisors = [self._start(node) for node in range(HOSTS if hosts else 1)]
@@ -217,10 +219,12 @@ class TrainedJob:
         variables = {_MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with (self.directory / f"output{node}.log").open("ab") as file:
             given: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "stdin": subprocess.DEVNULL}
-            if self.hosts is None:
-                return subprocess.Popen(self._command, env={**os.environ, **variables}, **given)
-            place = {**self.hosts[node].environment(), "NUM_NODES": str(HOSTS)}
-            return self.hosts[node].popen(self._command, env={**variables, **place}, **given)
+            host = None if self.hosts is None else self.hosts[node]
+            place = {} if host is None else {**host.environment(), "NUM_NODES": str(HOSTS)}
+            start: Any = subprocess.Popen if host is None else host.popen
+            if self._forked:
+                start = partial(preforked.Process, namespace=None if host is None else host.namespace.pid)
+            return start(self._command, env={**os.environ, **variables, **place}, **given)
 
     def phases(self) -> dict[int, tuple[int, str]]:
         """What each rank does, and its process, of those that run."""
@@ -337,18 +341,18 @@ def _is_special(step: int) -> bool:
 
 
 @contextlib.contextmanager
-def job(on_hosts: bool, *arguments: str) -> Iterator[TrainedJob]:
+def job(on_hosts: bool, forked: bool, *arguments: str) -> Iterator[TrainedJob]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="losses-")))
         hosts = stack.enter_context(EmulatedHosts(HOSTS)) if on_hosts else None
-        yield stack.enter_context(TrainedJob(directory, hosts, *arguments))
+        yield stack.enter_context(TrainedJob(directory, hosts, forked, *arguments))
 
 
 def run_with_losses(planned: Sequence[Loss], options: argparse.Namespace, chance: random.Random) -> Run:
     """One job, in which the planned losses strike one after another, each when the last one is over."""
     run = Run()
     on_hosts = any(each.kind == "cut" for each in planned)
-    with job(on_hosts, f"--pause={options.pause}", f"--steps={options.steps}") as trained:
+    with job(on_hosts, options.forked, f"--pause={options.pause}", f"--steps={options.steps}") as trained:
         for loss in planned:
             if not trained.until(trained.is_whole, _RETURN_S):
                 run.wrong.append("not all ranks were back in time")
@@ -374,7 +378,7 @@ def run_with_kills(options: argparse.Namespace, every_s: float) -> Run:
     """One job, of which every rank in turn is killed every ``every_s`` seconds; 0 for none."""
     run = Run()
     pause_s = 60 * options.minutes * RANKS * 32 / 8192 / options.epochs if every_s else 0.0
-    with job(False, f"--pause={pause_s}", f"--epochs={options.epochs}") as trained:
+    with job(False, options.forked, f"--pause={pause_s}", f"--epochs={options.epochs}") as trained:
         trained.until(trained.is_whole, _RETURN_S)
         for rank in itertools.cycle(range(RANKS)) if every_s else ():
             trained.until(lambda: False, every_s)
@@ -442,6 +446,7 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, metavar="SECONDS")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the run with --kill-every")
     parser.add_argument("--epochs", type=int, default=-1, help="of that run (30)")
+    parser.add_argument("--forked", action="store_true", help="fork ranks from a process that has imported Lightning")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)  # in a rank
     options = parser.parse_args()
     if options.train is not None:

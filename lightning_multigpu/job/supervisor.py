@@ -40,7 +40,7 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore, listening_socket
+from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.rendezvous import Limit
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian.failure import Failure, host_name
@@ -66,54 +66,13 @@ _PR_SET_PDEATHSIG = 1
 _KEPT: list[Any] = []  # lighthouses and stores of this process, which serve until it ends
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lighthouse:
-    """torchft's server that knows which ranks live.
-
-    ``address`` is that of one that somebody else has started, "host:port"; None for an own one, with these settings.
-    """
-
-    address: str | None = None
-    min_replicas: int = 1
-    join_timeout_s: float = 60.0
-    heartbeat_timeout_s: float = 1.5
-
-    def serve(self, host: str) -> str:
-        """Starts it in this process, unless it is given; returns its URL.
-
-        It listens at the interface of ``host``, an address or a name of this host by which the ranks reach it.
-
-        Raises:
-            ImportError: torchft is not installed.
-        """
-        if self.address is not None:
-            return self.address if "://" in self.address else f"http://{self.address}"
-        os.environ.setdefault("RUST_LOG", "warn")  # else torchft writes lines for each step; ranks inherit it
-        try:
-            from torchft.coordination import LighthouseServer  # type: ignore[import-not-found, unused-ignore]
-        except ImportError as error:
-            raise ImportError(f"ft_ddp needs torchft: pip install 'lightning-multigpu[ft]' ({error})") from error
-        listener = listening_socket(host, 0)
-        place = "[::]:0"  # the name leads to loopback here, and elsewhere on other hosts
-        if listener is not None:
-            with listener:
-                place = _joined(listener.getsockname()[0], 0)
-        server = LighthouseServer(
-            bind=place,
-            min_replicas=self.min_replicas,
-            join_timeout_ms=round(1000 * self.join_timeout_s),
-            heartbeat_timeout_ms=round(1000 * self.heartbeat_timeout_s),
-        )
-        _KEPT.append(server)
-        return f"http://{_joined(host, int(server.address().rpartition(':')[2]))}"  # its own has the host's name
-
-
 class SupervisorLauncher(SubprocessScriptLauncher):
     """Makes the process that the user has started the supervisor of this host; in a rank it only runs the function.
 
     Args:
         run: ranks, environment and ``join_timeout_s``, in which the hosts have to find each other.
-        lighthouse: of the job.
+        start_lighthouse: starts torchft's lighthouse at the interface of an address; returns it, and its URL.
+        lighthouse: the address of one that runs already; None for that of the environment, or an own one.
         check: raises if the run is impossible, before any rank is started.
         max_restarts: how often each rank is started again; one that is lost more often may have a sick device.
 
@@ -123,10 +82,17 @@ class SupervisorLauncher(SubprocessScriptLauncher):
     """
 
     def __init__(
-        self, run: RunContext, lighthouse: Lighthouse, check: Callable[[pl.Trainer], None], *, max_restarts: int = 10
+        self,
+        run: RunContext,
+        start_lighthouse: Callable[[str], tuple[Any, str]],
+        lighthouse: str | None,
+        check: Callable[[pl.Trainer], None],
+        *,
+        max_restarts: int,
     ) -> None:
         super().__init__(run.environment, run.ranks_per_host, run.num_nodes)
-        self._run, self._lighthouse, self._check, self._max_restarts = run, lighthouse, check, max_restarts
+        self._run, self._check, self._max_restarts = run, check, max_restarts
+        self._start_lighthouse, self._given = start_lighthouse, lighthouse or os.environ.get(LIGHTHOUSE)
         self._is_rank = run.environment.creates_processes_externally
         if not self._is_rank and (IS_INTERACTIVE or sys.argv[0] in ("", "-", "-c")):
             raise ValueError(
@@ -172,7 +138,9 @@ class SupervisorLauncher(SubprocessScriptLauncher):
         ).open()
         _KEPT.append(store)
         if run.node_rank == 0:
-            store.set("lighthouse", self._lighthouse.serve(store.host))
+            server, url = (None, self._given) if self._given else self._start_lighthouse(store.host)
+            _KEPT.append(server)
+            store.set("lighthouse", url)
         environment = {
             "MASTER_ADDR": store.host,
             "MASTER_PORT": str(port),
@@ -432,10 +400,6 @@ def _end_process(status: int) -> NoReturn:
 
 def _alike(one: Failure, other: Failure | None) -> bool:
     return other is not None and one.is_alike(other) and (bool(one.error_type) or one.what == other.what)
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _say(text: str) -> None:

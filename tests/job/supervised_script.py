@@ -17,7 +17,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 
 from lightning_multigpu.job import supervisor
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.supervisor import Lighthouse, SupervisorLauncher
+from lightning_multigpu.job.supervisor import SupervisorLauncher
 
 _FAILS = "the data are spoilt"
 
@@ -54,7 +54,12 @@ def launcher_of(ranks: int) -> SupervisorLauncher:
         join_timeout_s=60,
     )
     restarts = int(os.environ.get("MAX_RESTARTS", 3))
-    return SupervisorLauncher(run, Lighthouse(address="localhost:1"), lambda trainer: None, max_restarts=restarts)
+    return SupervisorLauncher(run, lighthouse, None, lambda trainer: None, max_restarts=restarts)
+
+
+def lighthouse(host: str) -> tuple[object, str]:
+    assert host == "127.0.0.1"
+    return object(), f"http://{host}:1"
 
 
 def work(rank: int, action: str) -> None:

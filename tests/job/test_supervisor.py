@@ -13,8 +13,8 @@ import psutil
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
 
+from lightning_multigpu._torchft import start_lighthouse
 from lightning_multigpu.job import supervisor
-from lightning_multigpu.job.supervisor import Lighthouse
 from tests.job import supervised_script
 from tests.launch.job import Job, assert_none_left
 from tests.world import free_port
@@ -188,9 +188,7 @@ def test_no_script_to_run_again(how: str, monkeypatch: pytest.MonkeyPatch) -> No
         supervised_script.launcher_of(2)
 
 
-def test_torchft_is_needed_for_an_own_lighthouse_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchft", None)
-    monkeypatch.setenv("RUST_LOG", "error")
-    assert Lighthouse(address="host7:29510").serve("127.0.0.1") == "http://host7:29510"
     with pytest.raises(ImportError, match=r"pip install 'lightning-multigpu\[ft\]'"):
-        Lighthouse().serve("127.0.0.1")
+        start_lighthouse("127.0.0.1", straggler_timeout_s=60, heartbeat_timeout_s=1)

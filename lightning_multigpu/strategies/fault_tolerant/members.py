@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_multigpu._torchft import torchft
+from lightning_multigpu._torchft import start_lighthouse, torchft
 from lightning_multigpu.communication.interface import interface_towards, own_address
 
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
@@ -46,6 +46,11 @@ class Limits:
     heartbeat_timeout_s: float
     straggler_timeout_s: float
     join_timeout_s: float
+
+    def start_lighthouse(self, host: str) -> tuple[Any, str]:
+        """A lighthouse with these limits at the interface of ``host``, and its URL."""
+        limits = {"straggler_timeout_s": self.straggler_timeout_s, "heartbeat_timeout_s": self.heartbeat_timeout_s}
+        return start_lighthouse(host, **limits)
 
 
 @dataclass(frozen=True)
@@ -133,14 +138,7 @@ class Members:
         _runs += 1
         given = lighthouse or os.environ.get(LIGHTHOUSE)
         if given is None and rank == 0:
-            self._lighthouse = torchft("coordination").LighthouseServer(
-                bind="[::]:0",
-                min_replicas=1,
-                join_timeout_ms=round(1000 * limits.straggler_timeout_s),
-                quorum_tick_ms=50,
-                heartbeat_timeout_ms=round(1000 * limits.heartbeat_timeout_s),
-            )
-            given = f"{own}:{self._lighthouse.address().rpartition(':')[2]}"
+            self._lighthouse, given = limits.start_lighthouse(own)
             self._main.set("lighthouse", given)
         elif given is None:
             given = self._main.get("lighthouse").decode()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
-from lightning_multigpu._lightning_internals import plain_optimizer, set_num_threads_if_needed
+from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
@@ -34,6 +34,7 @@ from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.supervisor import SupervisorLauncher
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.dealing import Batches, DealtLoader, SharedLoader
@@ -63,7 +64,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             ``TORCHFT_LIGHTHOUSE``, or one that the job starts.
         min_replicas: with fewer ranks the others wait.
         wait_for_replicas_s: seconds that they wait before the run ends with an error.
-        max_restarts: how often in a row a lost rank is started again.
+        max_restarts: how often each lost rank is started again; one that is lost more often may have a sick device.
         collective_timeout_s: seconds that the sums of a step may wait for a rank before it counts as lost.
         heartbeat_timeout_s: seconds without a message after which the lighthouse takes a rank for lost.
         straggler_timeout_s: seconds that ranks wait for one which lives and is late, such as one that saves.
@@ -87,7 +88,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         lighthouse: str | None = None,
         min_replicas: int = 1,
         wait_for_replicas_s: float = 600.0,
-        max_restarts: int = 5,
+        max_restarts: int = 10,
         collective_timeout_s: float = 2.0,
         heartbeat_timeout_s: float = 1.5,
         straggler_timeout_s: float = 60.0,
@@ -196,11 +197,17 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         option_checks.check_run(self.run_context, sync_batchnorm=self._layer_sync is not None)
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True: not under ft_ddp; pass sync_batchnorm=False")
+        self._launcher = SupervisorLauncher(
+            self.run_context,
+            self._limits.start_lighthouse,
+            self._given["lighthouse"],
+            self.check_before_launch,
+            max_restarts=self._given["max_restarts"],
+        )
 
-        environment = self.cluster_environment
-        assert environment is not None
-        if not environment.creates_processes_externally:
-            raise NotImplementedError("ft_ddp without a launcher")
+    @property
+    def _limits(self) -> Limits:
+        return Limits(**{name: self._given[name] for name in Limits.__dataclass_fields__})
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
@@ -223,17 +230,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         assert self.accelerator is not None
         assert self.cluster_environment is not None
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
-        if trainer is not None and self.launcher is None:
-            self.check_before_launch(trainer)
-        set_num_threads_if_needed(num_processes=self.num_processes)
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
         reset_seed()
         environment, given = self.cluster_environment, self._given
-        limits = Limits(**{name: given[name] for name in Limits.__dataclass_fields__})
         self._members = Members(
             *(self.global_rank, self.world_size, environment.main_address, environment.main_port, given["lighthouse"]),
-            limits,
+            self._limits,
             give=lambda: given_state(trainer),
             take=lambda state: take_state(trainer, state),
             step=lambda: 0 if trainer is None else trainer.global_step,
