@@ -56,7 +56,7 @@ _MARK = "LOSSES_MARK"
 _VALIDATE_EVERY, _SAVE_EVERY = 20, 15  # steps
 _SAVING_S = 0.2  # takes a save longer, so that losses find it
 _RETURN_S = 90.0  # in which a lost rank has to be back
-_END_S = 120.0
+_END_S = 120.0  # without progress the job hangs
 _POLL_S = 0.005
 
 
@@ -114,7 +114,8 @@ class Notes(L.Callback):
 
     @override
     def on_train_batch_end(self, trainer: L.Trainer, *_: object) -> None:
-        self.phase("step")
+        view = trainer.strategy.run_view()  # type: ignore[attr-defined]
+        self.phase("step" if view.data_ranks == RANKS else "fewer")
         with (self.directory / f"steps{self.rank}").open("a") as file:
             file.write(f"{time.time()} {trainer.global_step}\n")
 
@@ -242,7 +243,7 @@ class TrainedJob:
     def is_whole(self) -> bool:
         """Whether all ranks train."""
         phases = self.phases()
-        return len(phases) == RANKS and all(phase not in ("begin", "rejoin") for _, phase in phases.values())
+        return len(phases) == RANKS and {phase for _, phase in phases.values()} <= {"step", "validation", "save"}
 
     def until(self, condition: Any, limit_s: float) -> bool:
         """Waits; False if the time is over, or the job has ended or is about to."""
@@ -275,8 +276,7 @@ class TrainedJob:
 
     def check(self, run: Run, steps: int) -> None:
         """Waits for the end, and notes what is wrong."""
-        until_s = time.monotonic() + _END_S
-        while any(each.poll() is None for each in self.supervisors) and time.monotonic() < until_s:
+        while any(each.poll() is None for each in self.supervisors) and time.time() < self._progress_s() + _END_S:
             time.sleep(0.1)
         run.seconds = time.monotonic() - self.begun_s
         statuses = [each.poll() for each in self.supervisors]
@@ -296,6 +296,10 @@ class TrainedJob:
         ]
         for loss in run.losses:
             loss.cost_s = self._cost_s(loss.struck_s)
+
+    def _progress_s(self) -> float:
+        """When a rank has noted something last."""
+        return max((path.stat().st_mtime for path in self.directory.iterdir()), default=time.time())
 
     def _cost_s(self, struck_s: float) -> float | None:
         """The longest time without a step, of those that began up to 20 s after the loss, beyond an ordinary one."""
@@ -457,7 +461,7 @@ def main() -> int:
 
 
 def count_losses(options: argparse.Namespace) -> int:
-    options.steps = options.steps if options.steps > 0 else round(options.each * 20 / options.pause)
+    options.steps = options.steps if options.steps > 0 else round(options.each * 12 / options.pause)
     chance, runs = random.Random(options.seed), []
     for number, losses in enumerate(planned(options)):
         runs.append(run := run_with_losses(losses, options, chance))
