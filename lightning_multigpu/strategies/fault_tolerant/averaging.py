@@ -61,7 +61,8 @@ class GradientAverage:
         with self._meter.blocking("all_reduce", group="data", group_size=members.size, size_bytes=size_bytes):
             works = members.begin_sum(header, timeout_s)
             try:
-                for is_gradient, kind in [(True, parameters), (False, buffers)]:
+                kinds: list[tuple[bool, Sequence[Tensor]]] = [(True, parameters), (False, buffers)]
+                for is_gradient, kind in kinds:
                     for dtype in dict.fromkeys(tensor.dtype for tensor in kind):
                         tensors = [tensor for tensor in kind if tensor.dtype == dtype]
                         if is_gradient:
@@ -98,7 +99,7 @@ class GradientAverage:
             v is not None and v.data_ptr() == w.data_ptr() for v, w in zip(values, views, strict=True)
         ):
             flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=kind[1])
-            parts = flat.split([tensor.numel() for tensor in tensors])
+            parts = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
             views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
             self._flat[kind] = tensors, flat, views
         dense: list[tuple[Tensor, Tensor]] = []

@@ -36,10 +36,8 @@ class _EvaluationLoop(EvaluationLoop):
             strategy.evaluates = True
             try:
                 return super().run()
-            except RuntimeError as error:  # Gloo's, or that of our own collectives
-                if not members.has_joined or (
-                    not isinstance(error, MembersLostError) and not self._have_changed(error)
-                ):
+            except RuntimeError as error:
+                if not (isinstance(error, MembersLostError) or _is_of_gloo(error)):
                     raise
             finally:
                 strategy.evaluates = False

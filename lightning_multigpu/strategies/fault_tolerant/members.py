@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -254,6 +255,8 @@ class Members:
                 _say(f"rank {self.rank} ends at step {self._step()}: the others have ended the fit without it")
                 raise SystemExit(0)
             if problem is None and not has_failed:
+                if not self.has_joined:
+                    raise RuntimeError("the ranks that this one was to join have ended; it has to be started again")
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
@@ -327,7 +330,7 @@ class Members:
         assert dist.group.WORLD is not None
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        pieces = tensor.split(max(1, _PIECE_BYTES // tensor.element_size()))
+        pieces = tensor.split(max(1, _PIECE_BYTES // tensor.element_size()))  # type: ignore[no-untyped-call]
         return [dist.group.WORLD.allreduce([piece], options) for piece in pieces]
 
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
@@ -340,7 +343,7 @@ class Members:
     @property
     def is_over(self) -> bool:
         """Whether some rank has ended its fit: a rank that waits to come in would train alone."""
-        return self._main.check(["finished"])  # type: ignore[no-any-return]
+        return self._main.check(["finished"])
 
     def end(self, *, finished: bool, is_fit: bool) -> None:
         """Leaves torchft and the group; a run that has ``finished`` waits for the others."""
@@ -382,7 +385,8 @@ def _all_lost(lighthouse: str, beat_s: float) -> str | None:
         ages = [ages_s[each] for each in members & {*ages_s} if ages_s[each] < beat_s]
         if not ages:
             return re.findall(r"quorum_id: (\d+)", quorum)[0]  # type: ignore[no-any-return]
-        if min(ages) < beat_s / 3:
+        # A beat may be of the moment before a loss of all ranks, this one's former process included.
+        if min(ages) < beat_s / 3 and time.time() - psutil.Process().create_time() > beat_s:
             return None
         time.sleep(0.1)
 
@@ -396,6 +400,7 @@ def _group_class() -> Any:
             super().__init__(timeout=timeout)
             self._address, self._members = address, members
             self._handles: list[str] = []
+            self._rendezvous_store: Any = None
 
         def get_reconfigure_handle(self) -> str:
             if self._rendezvous_store is None:

@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import plain_optimizer, set_num_threads_if_needed
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.replaced_attributes import replaced
@@ -42,6 +43,7 @@ from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members
 from lightning_multigpu.strategies.fault_tolerant.run_state import follow_members, given_state, take_state
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.run_view import RunView
+from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -70,6 +72,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         join_timeout_s: seconds in which all ranks have to come in at the start; after that the others begin.
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples, "sum", or a
             function from the batch to its weight.
+        activation_checkpointing: layers that backward computes again instead of keeping their activations, as in
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
         options: what the Trainer passes, such as ``parallel_devices`` and ``checkpoint_io``.
 
     Raises:
@@ -93,6 +97,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         straggler_timeout_s: float = 60.0,
         join_timeout_s: float = 600.0,
         loss_reduction: LossReduction = "mean",
+        activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
         self._given = option_checks.own_options(FaultTolerantDDPStrategy, locals())
@@ -107,9 +112,10 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.num_nodes = 1
         self.meter = Meter()
         self.evaluates = False
-        self._loss_reduction: LossReduction = loss_reduction
+        self.loss_reduction: LossReduction = loss_reduction
+        self.steps = UserSteps(self, activation_checkpointing)
         self._members: Members | None = None
-        self._accumulates = self._in_step = False
+        self._accumulates = False
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
         self._forget_step()
 
@@ -132,7 +138,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         return replace(
             super().run_view(),
             data_ranks=size,
-            owns_batch=lambda: self._counts,
+            owns_batch=lambda: self.counts,
             is_common=lambda error: self._members is None or self._members.size == 1,
             gather=self.gather_objects,
         )
@@ -159,6 +165,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def data_parallel_size(self) -> int:
         """Number of ranks of the job, lost ones included."""
         return max(1, self.num_nodes * self.num_processes)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self.global_rank
 
     @property
     @override
@@ -207,7 +218,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         super().check_before_launch(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if callable(self._loss_reduction) and trainer.accumulate_grad_batches > 1:
+        if callable(self.loss_reduction) and trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} and a function as loss_reduction: ranks "
                 "learn each other's weights once a step; pass accumulate_grad_batches=1, or use strategy='ring_ddp'"
@@ -246,6 +257,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         check_loaders(trainer)
         repeat_after_losses(trainer)
         super().setup(trainer)
+        self.steps.choose_layers(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             for optimizer in map(plain_optimizer, self.optimizers):
                 if isinstance(optimizer, LBFGS):
@@ -291,6 +303,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             finished = state is not None and state.status == TrainerStatus.RUNNING
             self._members.end(finished=finished, is_fit=state is not None and state.fn == TrainerFn.FITTING)
             self._members = self._group = None
+            del self._average
+        if signal.getsignal(signal.SIGTERM) == self._leave:
+            signal.signal(signal.SIGTERM, self._sigterm)
         super().teardown()
 
     # Lightning's collectives, over the members. Where one of them is lost, a collective returns this rank's value; in a
@@ -327,9 +342,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         """The reduction over the members, the same on every rank; other objects than tensors are returned."""
         if not isinstance(tensor, Tensor):
             return tensor
-        value, is_mean = tensor, reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
-        if self._in_step and is_mean and tensor.is_floating_point() and self._loss_reduction == "mean":
-            value = tensor * (self.members.size * self._loader.weight)  # as the losses
+        value = tensor
+        if self.steps.weighs and self.loss_reduction == "mean":  # not a function: its other values are not known
+            value = self.steps.weighted(tensor, reduce_op, group, self.members.size * self._loader.weight)
         return self._asked(tensor, lambda g: g.all_reduce(value, reduce_op, checked=f"reduce ({reduce_op})"))
 
     @override
@@ -376,8 +391,12 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         trainer = self._module.trainer
         if trainer.predicting:
             return dataloader
-        kwargs = {"num_replicas": self.data_parallel_size, "rank": self.global_rank, "even": not trainer.training}
-        loader, batches = distribute_batches(dataloader, limit=evaluation_limit(trainer), **kwargs)
+        loader, batches = distribute_batches(
+            dataloader,
+            **self.distributed_sampler_kwargs,
+            even=not trainer.training,
+            limit=evaluation_limit(trainer),
+        )
         if isinstance(batches, Batches):
             if not trainer.training:
                 return SharedLoader(loader, batches, self.members)
@@ -400,9 +419,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
 
     def _weight_of(self, batch: Any, samples: int, total: int) -> float:
         """The weight of a rank's loss: its share of the global batch; with a function, the function's value."""
-        if callable(self._loss_reduction):
-            return float(self._loss_reduction(batch)) if samples else 0.0
-        return float(samples > 0) if self._loss_reduction == "sum" else samples / total
+        if callable(self.loss_reduction):
+            return float(self.loss_reduction(batch)) if samples else 0.0
+        return float(samples > 0) if self.loss_reduction == "sum" else samples / total
 
     @property
     def _loader(self) -> DealtLoader:
@@ -411,7 +430,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         return loader
 
     @property
-    def _counts(self) -> bool:
+    def counts(self) -> bool:
         """Whether the present batch counts: not one repeated for want of samples, or from before this rank came in."""
         return self.members.has_joined and not self._is_foreign and self._loader.samples > 0
 
@@ -428,8 +447,10 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         share_stops(trainer)
         self._forget_step()
         self.meter.discard()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._leave)  # in place of Lightning's, which gives it back at the end
+        if threading.current_thread() is threading.main_thread():  # in place of Lightning's handler
+            self._sigterm = signal.signal(
+                signal.SIGTERM, self._leave
+            )
 
     def _leave(self, signum: int, frame: Any) -> None:
         if self._members is not None:
@@ -439,7 +460,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_averaged:
             self._forget_step()
-        with replaced(self, _in_step=True):
+        with self.steps.running(self._module, self.root_device, self.global_rank):
             return super().training_step(*args, **kwargs)
 
     @override
@@ -467,7 +488,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         """Averages gradients over the members, and over those that are left if one is lost meanwhile."""
         members, module = self.members, self._module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        weight = 0.0 if self._loss_reduction == "sum" else self._weight / self._batches
+        weight = 0.0 if self.loss_reduction == "sum" else self._weight / self._batches
         has_met = False
         while True:
             begun_s = time.monotonic()
