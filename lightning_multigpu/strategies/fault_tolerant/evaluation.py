@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EvaluationLoop
-from lightning_multigpu.strategies.fault_tolerant.members import Members, MembersLostError
+from lightning_multigpu.strategies.fault_tolerant.members import Members, MembersLostError, is_of_gloo
 
 
 def repeat_after_losses(trainer: pl.Trainer) -> None:
@@ -37,7 +37,7 @@ class _EvaluationLoop(EvaluationLoop):
             try:
                 return super().run()
             except RuntimeError as error:
-                if not (isinstance(error, MembersLostError) or _is_of_gloo(error)):
+                if not (isinstance(error, MembersLostError) or is_of_gloo(error)):
                     raise
             finally:
                 strategy.evaluates = False
@@ -49,8 +49,3 @@ class _EvaluationLoop(EvaluationLoop):
                     callback.load_state_dict(state)
             self._module_mode.restore(trainer.lightning_module)
             self._results.reset()
-
-
-def _is_of_gloo(error: RuntimeError) -> bool:
-    """Whether a collective of the user's, or of a metric, has failed."""
-    return any(word in str(error).lower() for word in ("gloo", "connection", "timed out", "process group"))

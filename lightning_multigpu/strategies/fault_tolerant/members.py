@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from lightning_multigpu._torchft import torchft
 from lightning_multigpu.communication.interface import interface_towards, own_address
+from lightning_multigpu.job.joining import LAST_STORE
 
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store
@@ -123,13 +124,11 @@ class Members:
         hosts = rank == 0 and starts is None and os.environ.get(_AGENT) != "True"
         self._lighthouse: Any = None
         own = own_address(address)
-        main = TCPStore(
-            *(address, port),
-            is_master=hosts,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limits.join_timeout_s),
-            multi_tenant=False,
-        )
+        if LAST_STORE:  # of another strategy, which this process has run before
+            main: Any = LAST_STORE[0]
+        else:
+            limit = timedelta(seconds=limits.join_timeout_s)
+            main = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=limit)
         self._main = PrefixStore(f"ft_ddp/{_runs}", main)
         _runs += 1
         given = lighthouse or os.environ.get(LIGHTHOUSE)
@@ -363,6 +362,11 @@ class Members:
         if self._sets_interface:
             del os.environ["GLOO_SOCKET_IFNAME"]
         self.has_left = True
+
+
+def is_of_gloo(error: RuntimeError) -> bool:
+    """Whether a collective has failed because a rank is gone, or late; and not because of what it was asked."""
+    return any(word in str(error).lower() for word in ("gloo", "connection", "timed out", "process group"))
 
 
 def _say(text: str) -> None:

@@ -28,6 +28,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
+from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
+from lightning_multigpu.engine.data_parallel.trained_parameters import not_ignored
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint
@@ -36,10 +38,11 @@ from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.dealing import Batches, DealtLoader, SharedLoader
 from lightning_multigpu.strategies.fault_tolerant.evaluation import repeat_after_losses
-from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError
+from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError, is_of_gloo
 from lightning_multigpu.strategies.fault_tolerant.run_state import follow_members, given_state, take_state
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.run_view import RunView
@@ -72,7 +75,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         join_timeout_s: seconds in which all ranks have to come in at the start; after that the others begin.
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples, "sum", or a
             function from the batch to its weight.
-        activation_checkpointing: layers that backward computes again instead of keeping their activations, as in
+        check_replicas_every_n_steps, activation_checkpointing: as in
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
         options: what the Trainer passes, such as ``parallel_devices`` and ``checkpoint_io``.
 
@@ -97,6 +100,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         straggler_timeout_s: float = 60.0,
         join_timeout_s: float = 600.0,
         loss_reduction: LossReduction = "mean",
+        check_replicas_every_n_steps: int | None = None,
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
@@ -106,6 +110,10 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             if name in ("min_replicas", "max_restarts") or name.endswith("_s"):
                 least = {"min_replicas": 1, "max_restarts": 0}.get(name)
                 option_checks.check_number(name, value, least=least, whole=least is not None)
+        if check_replicas_every_n_steps is not None:
+            option_checks.check_number(
+                "check_replicas_every_n_steps", check_replicas_every_n_steps, least=0, whole=True
+            )
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(**options)
@@ -329,7 +337,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         try:
             found: T = call(group)
         except RuntimeError as error:
-            if "ranks have made different calls" in str(error):
+            if not is_of_gloo(error):
                 raise
             self.members.split()
             if self.evaluates:
@@ -446,11 +454,15 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         complete_resumed_epoch(trainer)
         share_stops(trainer)
         self._forget_step()
+        self._values = CommonValues(self.optimizers)
         self.meter.discard()
         if threading.current_thread() is threading.main_thread():  # in place of Lightning's handler
-            self._sigterm = signal.signal(
-                signal.SIGTERM, self._leave
-            )
+            self._sigterm = signal.signal(signal.SIGTERM, self._leave)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._check_replicas()
 
     def _leave(self, signum: int, frame: Any) -> None:
         if self._members is not None:
@@ -461,7 +473,17 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         if self._has_averaged:
             self._forget_step()
         with self.steps.running(self._module, self.root_device, self.global_rank):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if self._module.trainer.fit_loop.total_batch_idx in CHECKED_BATCHES:
+            self._check_replicas()
+        return output
+
+    def _check_replicas(self) -> None:
+        """Checks that the members hold the same parameters; a collective."""
+        named = not_ignored(self._module, self._module.named_parameters())
+        if self._given["check_replicas_every_n_steps"] != 0:
+            with self.meter.unrecorded():
+                self._asked(None, lambda group: check_replicas(named, group))
 
     @override
     @contextmanager
@@ -506,17 +528,18 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             try:
                 said = self._average.average(
                     parameters,
-                    list(module.buffers()),
+                    [*module.buffers()],
                     weight,
+                    common=self._values.number(),
                     counts=not self._is_foreign,
                     after_meeting=has_met,
                 )
+                break
             except RuntimeError:
                 members.split(begun_s)
-                continue
-            break
         if has_met:
             members.finish_meeting()
+        self._values.check(said.common, self.gather_objects)
         if said.leaving:
             members.leave_without(said.leaving)
         elif said.wants_meeting and not has_met:
@@ -525,5 +548,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
+        every = self._given["check_replicas_every_n_steps"]
+        if every and (self._module.trainer.global_step + 1) % every == 0:
+            self._check_replicas()
         self.meter.end_step()
         return output
