@@ -16,10 +16,12 @@ from lightning_multigpu.strategies.fault_tolerant.members import Members
 
 @dataclass(frozen=True)
 class Said:
-    """What the members have said in a step: whether one asks for a meeting, and the places of those that leave."""
+    """What the members have said in a step: whether one asks for a meeting, the places of those that leave, and a
+    number of each member that has to be the same."""
 
     wants_meeting: bool
     leaving: list[int]
+    common: list[float]
 
 
 class GradientAverage:
@@ -28,7 +30,7 @@ class GradientAverage:
     The module's buffers (BatchNorm's statistics, for example) travel too: all members get those of the first one. A
     header, in float64, travels with them::
 
-        [ weight | asks for a meeting | leaves: a number for each member | has a gradient: one for each parameter ]
+        [ weight | asks for a meeting | leaves, common: a number for each member | has a gradient: for each parameter ]
     """
 
     def __init__(self, members: Members, meter: Meter) -> None:
@@ -36,21 +38,31 @@ class GradientAverage:
         self._flat: dict[Any, tuple[Sequence[Tensor], Tensor, list[Tensor]]] = {}  # by kind: tensors, flat, its views
 
     def average(
-        self, parameters: list[Parameter], buffers: list[Tensor], weight: float, *, counts: bool, after_meeting: bool
+        self,
+        parameters: list[Parameter],
+        buffers: list[Tensor],
+        weight: float,
+        *,
+        common: float,
+        counts: bool,
+        after_meeting: bool,
     ) -> Said:
         """Sums gradients and weights over the members, and divides one by the other unless the weights add up to 1.
 
         Args:
             weight: of this rank's gradients, which its loss was multiplied with; the sum is 1 if nobody is missing.
+            common: a number that has to be the same on all members; see :class:`.CommonValues`.
             counts: False if this rank's gradients are of other weights than the others'.
             after_meeting: members may come late, with a state to take.
 
         Raises:
             RuntimeError: a member is lost, or too slow. Gradients and buffers are as they were.
         """
-        members, first = self._members, 2 + self._members.size
+        members, size = self._members, self._members.size
+        first = 2 + 2 * size
         header = torch.zeros(first + len(parameters), dtype=torch.float64)
         header[1], header[2 + members.index] = members.wants_meeting(), members.wants_to_leave
+        header[2 + size + members.index] = common
         if counts:
             header[0] = weight
             header[first:] = torch.tensor([parameter.grad is not None for parameter in parameters])
@@ -58,10 +70,11 @@ class GradientAverage:
         timeout_s = members.timeout_s(size_bytes, meets=after_meeting)
         views: list[tuple[Tensor, Tensor]] = []
         flats: list[Tensor] = []
-        with self._meter.blocking("all_reduce", group="data", group_size=members.size, size_bytes=size_bytes):
+        with self._meter.blocking("all_reduce", group="data", group_size=size, size_bytes=size_bytes):
             works = members.begin_sum(header, timeout_s)
             try:
-                for is_gradient, kind in [(True, parameters), (False, buffers)]:
+                kinds: list[tuple[bool, Sequence[Tensor]]] = [(True, parameters), (False, buffers)]
+                for is_gradient, kind in kinds:
                     for dtype in dict.fromkeys(tensor.dtype for tensor in kind):
                         tensors = [tensor for tensor in kind if tensor.dtype == dtype]
                         if is_gradient:
@@ -81,14 +94,15 @@ class GradientAverage:
         if total > 0 and abs(total - 1) > 1e-9:
             for flat in flats:
                 flat.div_(total)
-        has_gradient = dict(zip(map(id, parameters), others[members.size :], strict=True))
+        has_gradient = dict(zip(map(id, parameters), others[2 * size :], strict=True))
         with torch.no_grad():
             for tensor, view in views:
                 if id(tensor) in has_gradient:
                     _give(tensor, view if has_gradient[id(tensor)] else None)
                 else:
                     tensor.copy_(view)
-        return Said(wants_meeting > 0, [place for place, leaves in enumerate(others[: members.size]) if leaves])
+        leaving = [place for place, leaves in enumerate(others[:size]) if leaves]
+        return Said(wants_meeting > 0, leaving, others[size : 2 * size])
 
     def _filled(self, kind: Any, tensors: list[Any], values: list[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
         """A flat CPU tensor with the values, 0 for None, and the view of each; kept from step to step."""
@@ -98,7 +112,7 @@ class GradientAverage:
             v is not None and v.data_ptr() == w.data_ptr() for v, w in zip(values, views, strict=True)
         ):
             flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=kind[1])
-            parts = flat.split([tensor.numel() for tensor in tensors])
+            parts = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
             views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
             self._flat[kind] = tensors, flat, views
         dense: list[tuple[Tensor, Tensor]] = []

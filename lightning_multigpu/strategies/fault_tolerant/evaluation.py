@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import EvaluationLoop
-from lightning_multigpu.strategies.fault_tolerant.members import Members, MembersLostError
+from lightning_multigpu.strategies.fault_tolerant.members import Members, MembersLostError, is_of_gloo
 
 
 def repeat_after_losses(trainer: pl.Trainer) -> None:
@@ -36,10 +36,8 @@ class _EvaluationLoop(EvaluationLoop):
             strategy.evaluates = True
             try:
                 return super().run()
-            except RuntimeError as error:  # Gloo's, or that of our own collectives
-                if not members.has_joined or (
-                    not isinstance(error, MembersLostError) and not self._have_changed(error)
-                ):
+            except RuntimeError as error:
+                if not (isinstance(error, MembersLostError) or is_of_gloo(error)):
                     raise
             finally:
                 strategy.evaluates = False
@@ -51,8 +49,3 @@ class _EvaluationLoop(EvaluationLoop):
                     callback.load_state_dict(state)
             self._module_mode.restore(trainer.lightning_module)
             self._results.reset()
-
-
-def _is_of_gloo(error: RuntimeError) -> bool:
-    """Whether a collective of the user's, or of a metric, has failed."""
-    return any(word in str(error).lower() for word in ("gloo", "connection", "timed out", "process group"))

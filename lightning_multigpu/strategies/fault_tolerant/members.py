@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from lightning_multigpu._torchft import start_lighthouse, torchft
 from lightning_multigpu.communication.interface import interface_towards, own_address
+from lightning_multigpu.job.joining import LAST_STORE
 
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store
@@ -127,13 +129,11 @@ class Members:
         hosts = rank == 0 and starts is None and os.environ.get(_AGENT) != "True"
         self._lighthouse: Any = None
         own = own_address(address)
-        main = TCPStore(
-            *(address, port),
-            is_master=hosts,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limits.join_timeout_s),
-            multi_tenant=False,
-        )
+        if LAST_STORE:  # of another strategy, which this process has run before
+            main: Any = LAST_STORE[0]
+        else:
+            limit = timedelta(seconds=limits.join_timeout_s)
+            main = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=limit)
         self._main = PrefixStore(f"ft_ddp/{_runs}", main)
         _runs += 1
         given = lighthouse or os.environ.get(LIGHTHOUSE)
@@ -252,6 +252,8 @@ class Members:
                 _say(f"rank {self.rank} ends at step {self._step()}: the others have ended the fit without it")
                 raise SystemExit(0)
             if problem is None and not has_failed:
+                if not self.has_joined:
+                    raise RuntimeError("the ranks that this one was to join have ended; it has to be started again")
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
@@ -325,7 +327,7 @@ class Members:
         assert dist.group.WORLD is not None
         options = dist.AllreduceOptions()
         options.timeout = timedelta(seconds=timeout_s)
-        pieces = tensor.split(max(1, _PIECE_BYTES // tensor.element_size()))
+        pieces = tensor.split(max(1, _PIECE_BYTES // tensor.element_size()))  # type: ignore[no-untyped-call]
         return [dist.group.WORLD.allreduce([piece], options) for piece in pieces]
 
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
@@ -338,7 +340,7 @@ class Members:
     @property
     def is_over(self) -> bool:
         """Whether some rank has ended its fit: a rank that waits to come in would train alone."""
-        return self._main.check(["finished"])  # type: ignore[no-any-return]
+        return self._main.check(["finished"])
 
     def end(self, *, finished: bool, is_fit: bool) -> None:
         """Leaves torchft and the group; a run that has ``finished`` waits for the others."""
@@ -358,6 +360,11 @@ class Members:
         if self._sets_interface:
             del os.environ["GLOO_SOCKET_IFNAME"]
         self.has_left = True
+
+
+def is_of_gloo(error: RuntimeError) -> bool:
+    """Whether a collective has failed because a rank is gone, or late; and not because of what it was asked."""
+    return any(word in str(error).lower() for word in ("gloo", "connection", "timed out", "process group"))
 
 
 def _say(text: str) -> None:
@@ -380,7 +387,8 @@ def _all_lost(lighthouse: str, beat_s: float) -> str | None:
         ages = [ages_s[each] for each in members & {*ages_s} if ages_s[each] < beat_s]
         if not ages:
             return re.findall(r"quorum_id: (\d+)", quorum)[0]  # type: ignore[no-any-return]
-        if min(ages) < beat_s / 3:
+        # A beat may be of the moment before a loss of all ranks, this one's former process included.
+        if min(ages) < beat_s / 3 and time.time() - psutil.Process().create_time() > beat_s:
             return None
         time.sleep(0.1)
 
@@ -394,6 +402,7 @@ def _group_class() -> Any:
             super().__init__(timeout=timeout)
             self._address, self._members = address, members
             self._handles: list[str] = []
+            self._rendezvous_store: Any = None
 
         def get_reconfigure_handle(self) -> str:
             if self._rendezvous_store is None:

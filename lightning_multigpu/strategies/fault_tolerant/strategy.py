@@ -25,8 +25,11 @@ from typing_extensions import override
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
+from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
+from lightning_multigpu.engine.data_parallel.trained_parameters import not_ignored
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint
@@ -36,13 +39,15 @@ from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.dealing import Batches, DealtLoader, SharedLoader
 from lightning_multigpu.strategies.fault_tolerant.evaluation import repeat_after_losses
-from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError
+from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError, is_of_gloo
 from lightning_multigpu.strategies.fault_tolerant.run_state import follow_members, given_state, take_state
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.run_view import RunView
+from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -71,6 +76,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         join_timeout_s: seconds in which all ranks have to come in at the start; after that the others begin.
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples, "sum", or a
             function from the batch to its weight.
+        check_replicas_every_n_steps, activation_checkpointing: as in
+            :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
         options: what the Trainer passes, such as ``parallel_devices`` and ``checkpoint_io``.
 
     Raises:
@@ -94,6 +101,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         straggler_timeout_s: float = 60.0,
         join_timeout_s: float = 600.0,
         loss_reduction: LossReduction = "mean",
+        check_replicas_every_n_steps: int | None = None,
+        activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
         self._given = option_checks.own_options(FaultTolerantDDPStrategy, locals())
@@ -102,15 +111,20 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             if name in ("min_replicas", "max_restarts") or name.endswith("_s"):
                 least = {"min_replicas": 1, "max_restarts": 0}.get(name)
                 option_checks.check_number(name, value, least=least, whole=least is not None)
+        if check_replicas_every_n_steps is not None:
+            option_checks.check_number(
+                "check_replicas_every_n_steps", check_replicas_every_n_steps, least=0, whole=True
+            )
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(**options)
         self.num_nodes = 1
         self.meter = Meter()
         self.evaluates = False
-        self._loss_reduction: LossReduction = loss_reduction
+        self.loss_reduction: LossReduction = loss_reduction
+        self.steps = UserSteps(self, activation_checkpointing)
         self._members: Members | None = None
-        self._accumulates = self._in_step = False
+        self._accumulates = False
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
         self._forget_step()
 
@@ -133,7 +147,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         return replace(
             super().run_view(),
             data_ranks=size,
-            owns_batch=lambda: self._counts,
+            owns_batch=lambda: self.counts,
             is_common=lambda error: self._members is None or self._members.size == 1,
             gather=self.gather_objects,
         )
@@ -160,6 +174,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def data_parallel_size(self) -> int:
         """Number of ranks of the job, lost ones included."""
         return max(1, self.num_nodes * self.num_processes)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self.global_rank
 
     @property
     @override
@@ -214,7 +233,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         super().check_before_launch(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
-        if callable(self._loss_reduction) and trainer.accumulate_grad_batches > 1:
+        if callable(self.loss_reduction) and trainer.accumulate_grad_batches > 1:
             raise ValueError(
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches} and a function as loss_reduction: ranks "
                 "learn each other's weights once a step; pass accumulate_grad_batches=1, or use strategy='ring_ddp'"
@@ -249,6 +268,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         check_loaders(trainer)
         repeat_after_losses(trainer)
         super().setup(trainer)
+        self.steps.choose_layers(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             for optimizer in map(plain_optimizer, self.optimizers):
                 if isinstance(optimizer, LBFGS):
@@ -294,6 +314,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             finished = state is not None and state.status == TrainerStatus.RUNNING
             self._members.end(finished=finished, is_fit=state is not None and state.fn == TrainerFn.FITTING)
             self._members = self._group = None
+            del self._average
+        if signal.getsignal(signal.SIGTERM) == self._leave:
+            signal.signal(signal.SIGTERM, self._sigterm)
         super().teardown()
 
     # Lightning's collectives, over the members. Where one of them is lost, a collective returns this rank's value; in a
@@ -317,7 +340,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         try:
             found: T = call(group)
         except RuntimeError as error:
-            if "ranks have made different calls" in str(error):
+            if not is_of_gloo(error):
                 raise
             self.members.split()
             if self.evaluates:
@@ -330,9 +353,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         """The reduction over the members, the same on every rank; other objects than tensors are returned."""
         if not isinstance(tensor, Tensor):
             return tensor
-        value, is_mean = tensor, reduce_op in ("mean", "avg", dist.ReduceOp.AVG)
-        if self._in_step and is_mean and tensor.is_floating_point() and self._loss_reduction == "mean":
-            value = tensor * (self.members.size * self._loader.weight)  # as the losses
+        value = tensor
+        if self.steps.weighs and self.loss_reduction == "mean":  # not a function: its other values are not known
+            value = self.steps.weighted(tensor, reduce_op, group, self.members.size * self._loader.weight)
         return self._asked(tensor, lambda g: g.all_reduce(value, reduce_op, checked=f"reduce ({reduce_op})"))
 
     @override
@@ -379,8 +402,12 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         trainer = self._module.trainer
         if trainer.predicting:
             return dataloader
-        kwargs = {"num_replicas": self.data_parallel_size, "rank": self.global_rank, "even": not trainer.training}
-        loader, batches = distribute_batches(dataloader, limit=evaluation_limit(trainer), **kwargs)
+        loader, batches = distribute_batches(
+            dataloader,
+            **self.distributed_sampler_kwargs,
+            even=not trainer.training,
+            limit=evaluation_limit(trainer),
+        )
         if isinstance(batches, Batches):
             if not trainer.training:
                 return SharedLoader(loader, batches, self.members)
@@ -403,9 +430,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
 
     def _weight_of(self, batch: Any, samples: int, total: int) -> float:
         """The weight of a rank's loss: its share of the global batch; with a function, the function's value."""
-        if callable(self._loss_reduction):
-            return float(self._loss_reduction(batch)) if samples else 0.0
-        return float(samples > 0) if self._loss_reduction == "sum" else samples / total
+        if callable(self.loss_reduction):
+            return float(self.loss_reduction(batch)) if samples else 0.0
+        return float(samples > 0) if self.loss_reduction == "sum" else samples / total
 
     @property
     def _loader(self) -> DealtLoader:
@@ -414,7 +441,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         return loader
 
     @property
-    def _counts(self) -> bool:
+    def counts(self) -> bool:
         """Whether the present batch counts: not one repeated for want of samples, or from before this rank came in."""
         return self.members.has_joined and not self._is_foreign and self._loader.samples > 0
 
@@ -430,9 +457,15 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         complete_resumed_epoch(trainer)
         share_stops(trainer)
         self._forget_step()
+        self._values = CommonValues(self.optimizers)
         self.meter.discard()
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._leave)  # in place of Lightning's, which gives it back at the end
+        if threading.current_thread() is threading.main_thread():  # in place of Lightning's handler
+            self._sigterm = signal.signal(signal.SIGTERM, self._leave)
+
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._check_replicas()
 
     def _leave(self, signum: int, frame: Any) -> None:
         if self._members is not None:
@@ -442,8 +475,18 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_averaged:
             self._forget_step()
-        with replaced(self, _in_step=True):
-            return super().training_step(*args, **kwargs)
+        with self.steps.running(self._module, self.root_device, self.global_rank):
+            output = super().training_step(*args, **kwargs)
+        if self._module.trainer.fit_loop.total_batch_idx in CHECKED_BATCHES:
+            self._check_replicas()
+        return output
+
+    def _check_replicas(self) -> None:
+        """Checks that the members hold the same parameters; a collective."""
+        named = not_ignored(self._module, self._module.named_parameters())
+        if self._given["check_replicas_every_n_steps"] != 0:
+            with self.meter.unrecorded():
+                self._asked(None, lambda group: check_replicas(named, group))
 
     @override
     @contextmanager
@@ -470,7 +513,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         """Averages gradients over the members, and over those that are left if one is lost meanwhile."""
         members, module = self.members, self._module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        weight = 0.0 if self._loss_reduction == "sum" else self._weight / self._batches
+        weight = 0.0 if self.loss_reduction == "sum" else self._weight / self._batches
         has_met = False
         while True:
             begun_s = time.monotonic()
@@ -488,17 +531,18 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             try:
                 said = self._average.average(
                     parameters,
-                    list(module.buffers()),
+                    [*module.buffers()],
                     weight,
+                    common=self._values.number(),
                     counts=not self._is_foreign,
                     after_meeting=has_met,
                 )
+                break
             except RuntimeError:
                 members.split(begun_s)
-                continue
-            break
         if has_met:
             members.finish_meeting()
+        self._values.check(said.common, self.gather_objects)
         if said.leaving:
             members.leave_without(said.leaving)
         elif said.wants_meeting and not has_met:
@@ -507,5 +551,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
+        every = self._given["check_replicas_every_n_steps"]
+        if every and (self._module.trainer.global_step + 1) % every == 0:
+            self._check_replicas()
         self.meter.end_step()
         return output

@@ -83,7 +83,7 @@ class Job:
 
     def output(self) -> str:
         files = [self.directory / f"output{rank}.txt" for rank in range(self.ranks)]
-        return "\n".join(f"--- rank {rank}\n{file.read_text()[-4000:]}" for rank, file in enumerate(files))
+        return "\n".join(f"--- rank {rank}\n{file.read_text()[-40000:]}" for rank, file in enumerate(files))
 
     def notes(self, rank: int) -> list[dict[str, Any]]:
         file = self.directory / f"notes{rank}.jsonl"
