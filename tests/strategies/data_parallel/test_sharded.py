@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
@@ -400,11 +400,6 @@ def test_without_fairscale_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         make_trainer(CASE, "ddp_sharded", 2)
 
 
-class Interrupts(Callback):
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.state.status = TrainerStatus.INTERRUPTED
-
-
 def saved_after_the_run(path: str, *callbacks: Callback) -> None:
     trainer = fit(Classifier("adamw"), 2, Case(optimizer="adamw", max_epochs=1), callbacks=list(callbacks))
     trainer.save_checkpoint(path)
@@ -414,5 +409,8 @@ def test_a_checkpoint_that_is_saved_after_the_run(world2: World, tmp_path: Path)
     world2.run(saved_after_the_run, str(tmp_path / "after.ckpt"))
     states = torch.load(tmp_path / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]
     assert list(states) == [0, 1, 2, 3]
+    interrupts = LambdaCallback(
+        on_train_end=lambda trainer, _: setattr(trainer.state, "status", TrainerStatus.INTERRUPTED)
+    )
     words = "after the run, which was interrupted, and each rank has its part"
-    world2.run_raising(RuntimeError, words, saved_after_the_run, str(tmp_path / "parts.ckpt"), Interrupts())
+    world2.run_raising(RuntimeError, words, saved_after_the_run, str(tmp_path / "parts.ckpt"), interrupts)

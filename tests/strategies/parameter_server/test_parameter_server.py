@@ -13,7 +13,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import Tensor, nn
 
 from lightning_multigpu import ParameterServerStrategy
@@ -157,20 +157,14 @@ class Fails(Classifier):
             raise ValueError("the second rank is spoilt")
 
 
-class SavesAtExceptions(Callback):
-    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint("never.ckpt")
-
-
 @both
 @pytest.mark.filterwarnings("ignore:.*is not written")
 def test_the_rank_that_fails_is_named_and_not_the_server(world2: World, name: str) -> None:
     """A checkpoint at the exception would read states that are lost, and hide it."""
     # The second rank waits for a third of the time whether the first one raises the same.
     case, words = replace(CASE, strategy={"failure_timeout_s": 6.0}), "the second rank is spoilt"
-    for error in world2.run_raising(
-        ValueError, words, lambda: fit(Fails(), name, case, callbacks=[SavesAtExceptions()])
-    ):
+    saves = LambdaCallback(on_exception=lambda trainer, *_: trainer.save_checkpoint("never.ckpt"))
+    for error in world2.run_raising(ValueError, words, lambda: fit(Fails(), name, case, callbacks=[saves])):
         assert "rank 1" in "".join(error.__notes__)
 
 

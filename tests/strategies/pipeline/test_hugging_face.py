@@ -26,7 +26,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer, state
 from tests.world import World
@@ -177,32 +176,6 @@ def test_trains_as_on_one_device(kind: str, name: str, options: dict[str, Any], 
     torch.testing.assert_close(results[0]["logits"], reference["logits"], rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(results[1]["logits"], results[0]["logits"], rtol=0, atol=0)
     assert results[0]["caches"] == [False, False]
-
-
-# transformers 5.17 computes the call of a block again, with all that has been put around its forward.
-CHECKPOINTS_FORWARD = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-
-
-class Checkpointing(Decoder):
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        enable = "activation" if CHECKPOINTS_FORWARD else "gradient"
-        getattr(self.model, f"{enable}_checkpointing_enable")()
-
-
-def train_checkpointing() -> list[float]:
-    module = Checkpointing("gpt2")
-    strategy = make_strategy("pipeline_zero_bubble", loss_reduction=num_targets, num_micro_batches=4)
-    make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(32), batch_size=8))
-    return module.losses
-
-
-def test_models_that_compute_their_blocks_again_by_themselves(world2: World) -> None:
-    if not CHECKPOINTS_FORWARD:
-        words = "leave the checkpoint around the layers out, and pass activation_checkpointing=True"
-        world2.run_raising(PipelineError, words, train_checkpointing)
-        return
-    assert world2.run(train_checkpointing) == [pytest.approx(one_device("gpt2")["losses"], rel=1e-6)] * 2
 
 
 def train_whole(**options: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -360,17 +360,13 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.first, optimizer, lr=0.05)
 
 
+def saves_at_end(path: Path) -> L.Callback:
+    return LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+
+
 class Tuned(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
-
-
-class SaveAtEnd(L.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize(("schedule", "balance"), [("1f1b", [2, 6]), ("zero_bubble", [1, 1, 1, 5])])
@@ -378,7 +374,7 @@ def test_layers_of_another_stage_are_unfrozen_in_the_middle(
     schedule: str, balance: list[int], world2: World, tmp_path: Path
 ) -> None:
     """In the first epoch the whole first stage is frozen."""
-    one, two = ([Unfreezing(), SaveAtEnd(tmp_path / name)] for name in ("one", "two"))
+    one, two = ([Unfreezing(), saves_at_end(tmp_path / name)] for name in ("one", "two"))
     case = Case(max_epochs=2)
     reference = fitted(Tuned, 1, case=case, callbacks=one)
     for result in world2.run(fitted, Tuned, case=case, callbacks=two, schedule=schedule, balance=balance):
@@ -391,19 +387,18 @@ def test_layers_of_another_stage_are_unfrozen_in_the_middle(
     torch.testing.assert_close(found["state"], expected["state"], rtol=1e-9, atol=1e-11)
 
 
-class OneSided(L.Callback):
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.global_rank == 0:
-            trainer.optimizers[0].param_groups[0]["params"].extend(pl_module.second.parameters())
-
-
 class FirstOnly(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.first.parameters(), lr=0.1)
 
 
 def test_optimizers_of_different_parameters_make_no_checkpoint(world2: World, tmp_path: Path) -> None:
-    words, callbacks = r"only one of two has \['layers.2.bias', 'layers.2.weight'\]", [OneSided(), SaveAtEnd(tmp_path)]
+    def grow(trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_rank == 0:
+            trainer.optimizers[0].param_groups[0]["params"].extend(module.second.parameters())
+
+    words = r"only one of two has \['layers.2.bias', 'layers.2.weight'\]"
+    callbacks = [LambdaCallback(on_train_epoch_start=grow), saves_at_end(tmp_path)]
     world2.run_raising(PipelineError, words, fitted, FirstOnly, callbacks=callbacks)
 
 

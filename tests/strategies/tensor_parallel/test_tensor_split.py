@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, StochasticWeig
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_multigpu import TensorSplitStrategy
 from lightning_multigpu.communication.metering.traffic import OperationTotals
@@ -26,8 +28,10 @@ from lightning_multigpu.engine.tensor_split.parts import local
 from tests.modules import TwoOptimizers
 from tests.strategies.tasks import (
     Case,
+    Classifier,
     assert_same_weights,
     assert_trains_alike,
+    dataset,
     fit,
     fit_module,
     make_strategy,
@@ -437,3 +441,13 @@ def test_closures_train_as_one_device_does(world2: World) -> None:
 def test_groups_side_by_side_average_what_is_stepped_by_hand(world4: World) -> None:
     options = {"tensor_parallel_size": 2, "find_unused_parameters": True}
     assert_trains_alike(world4, TwoOptimizers, "tensor_split", Case(max_epochs=1, strategy=options))
+
+
+def shuffled() -> DataLoader[Any]:
+    """Each rank shuffles in an order of its own."""
+    order = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
+    return DataLoader(dataset(16), batch_size=4, shuffle=True, generator=order)
+
+
+def test_ranks_of_a_group_train_on_the_same_batch_whatever_their_loaders_draw(world2: World) -> None:
+    assert_trains_alike(world2, Classifier, ("tensor_split", "hybrid"), CASE, data=shuffled)
