@@ -75,11 +75,8 @@ class World:
     """``num_ranks`` processes that run functions together.
 
     The processes start at the first :meth:`run`. After a failure they are killed, since the others may hang in a
-    collective that the failed one never joined, and new ones start with the next call.
-
-    Args:
-        num_ranks: processes.
-        may_leak: whether a call may leave something behind in its process, as a GPU's driver does.
+    collective that the failed one never joined, and new ones start with the next call. If they ``may_leak``, a call may
+    leave something behind in its process, as a GPU's driver does.
     """
 
     def __init__(self, num_ranks: int, *, may_leak: bool = False) -> None:

@@ -68,7 +68,6 @@ def run(subject: PlannedModule, num_ranks: int = 1, copies: int = 1) -> ShortRun
 
 @pytest.fixture(autouse=True)
 def project(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current directory, with a configuration and a machine; measurements are short."""
     (directory / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     (directory / "machine.json").write_text(json.dumps(MACHINE.as_json()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))

@@ -36,7 +36,6 @@ class Breaks(Classifier):
 
 
 def chosen(strategy: str, how: str) -> Any:
-    """The strategy of a name; failures of ranks for which others wait are to be found soon."""
     if how in ("again", "survive"):
         return RingDDPStrategy(failure_timeout_s=5.0)
     return strategy

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.launch
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script as a user does."""
     return job.run(str(tmp_path), "-m", failing_script.__name__, *arguments, SAVE_TO=str(tmp_path))
 
 

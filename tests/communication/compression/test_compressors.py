@@ -13,7 +13,6 @@ compressors = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
 def numbers(numel: int) -> Tensor:
-    """Of several magnitudes, as gradients are."""
     generator = torch.Generator().manual_seed(numel)
     return torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
 

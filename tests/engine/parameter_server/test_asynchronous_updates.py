@@ -225,7 +225,6 @@ def test_the_first_worker_clears_the_state() -> None:
 
 
 def taken(queue: BatchQueue, *by: int, epoch: int = 0) -> list[int | None]:
-    """The batches that workers get, one after the other."""
     return [queue.next(worker, epoch, 0, 4) for worker in by]
 
 
@@ -250,7 +249,6 @@ class TestBatchQueue:
 
 
 def test_an_epoch_and_the_end_of_training() -> None:
-    """Worker 0 waits for the others' batches; the others wait for its last message."""
     with workers() as (first, second):
         started = second.aside(second.connections.exchange, "start", None, "first")
         assert are_waiting(started)

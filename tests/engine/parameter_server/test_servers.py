@@ -80,8 +80,6 @@ class Job:
             found.close()
 
     def run(self, work: Callable[[Servers], T]) -> list[T]:
-        """What the function returns for the connections of each worker."""
-
         def with_connections(worker: int) -> T:
             with self.connections(worker) as connections:
                 return work(connections)
@@ -160,7 +158,6 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_
 
 
 def test_unusual_steps() -> None:
-    """Gradients that one worker lacks, groups that come later, weights and rates that hooks change, and clipping."""
     with job(2, in_memory=(0,)) as found, hooks_of_all_optimizers() as calls:
 
         def work(connections: Servers) -> dict[str, Any]:

@@ -38,13 +38,10 @@ CASE = Case(optimizer="adamw", max_epochs=2)
 
 
 def fit(module: L.LightningModule, ranks: int, case: Case = CASE, **options: Any) -> L.Trainer:
-    """Trains on the ranks; on one device without a strategy."""
     return fit_module(module, "ddp_sharded" if ranks > 1 else None, ranks, case, **options)
 
 
 class OtherOptimizer(Classifier):
-    """Trains with an optimizer of a class that the contract does not have."""
-
     def __init__(self, make: Any, **options: Any) -> None:
         super().__init__()
         self.make, self.options = make, options
@@ -127,8 +124,6 @@ class AddsUp(Classifier):
 
 
 class ReadsClipped(ReadsGradients):
-    """Has Lightning clip, and reads the clipped gradients."""
-
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         self.norms.append(self.norm())
@@ -210,8 +205,6 @@ class Layers(L.LightningModule):
 
 
 class InTurns(Classifier):
-    """Ranks come to two layers of one shape in another order."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -229,8 +222,6 @@ def test_ranks_may_come_to_parameters_in_another_order(world2: World) -> None:
 
 
 class TwoTypes(Classifier):
-    """Its first layer computes in float64, the others in float32."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first.double()

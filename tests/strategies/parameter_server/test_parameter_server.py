@@ -40,7 +40,6 @@ both = pytest.mark.parametrize("name", ["cpu_ps", "sync_ps"])
 
 
 def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **options: Any) -> L.Trainer:
-    """Trains on two ranks; on one device without a name."""
     return fit_module(module, name, 1 if name is None else 2, case, **options)
 
 
@@ -150,8 +149,6 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
 
 
 class Fails(Classifier):
-    """Its second rank fails while the first one waits for the server."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3 and not self.trainer.strategy.is_global_zero:
             raise ValueError("the second rank is spoilt")
@@ -169,8 +166,6 @@ def test_the_rank_that_fails_is_named_and_not_the_server(world2: World, name: st
 
 
 class Interrupted(Classifier):
-    """Its servers are killed in the middle of the first epoch."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy
         if batch_idx == 3 and strategy.is_global_zero:

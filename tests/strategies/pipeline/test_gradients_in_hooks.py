@@ -29,8 +29,6 @@ from tests.world import World
 
 
 class Clipping(Classifier):
-    """Clips by hand, and logs norms before and after."""
-
     def __init__(self) -> None:
         super().__init__("adamw")
         self.norms: list[float] = []
@@ -46,8 +44,6 @@ class Clipping(Classifier):
 
 
 class ByHand(Classifier):
-    """Calls the closure itself, clips, and steps without it."""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)

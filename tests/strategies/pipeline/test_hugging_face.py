@@ -179,7 +179,6 @@ def test_trains_as_on_one_device(kind: str, name: str, options: dict[str, Any], 
 
 
 def train_whole(**options: Any) -> dict[str, Any]:
-    """Every rank has the same batches."""
     module = Decoder("gpt2")
     strategy = make_strategy("ring_ddp", find_unused_parameters=True, **options)  # it has heads without a use
     make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(32), batch_size=4))
@@ -187,7 +186,6 @@ def train_whole(**options: Any) -> dict[str, Any]:
 
 
 def test_blocks_that_run_again_on_whole_models(world2: World) -> None:
-    """With a cache they would find their own keys in it."""
     plain, *_ = world2.run(train_whole)
     for result in world2.run(train_whole, activation_checkpointing=True):
         assert_same_weights(result, plain)

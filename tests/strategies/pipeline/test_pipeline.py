@@ -223,8 +223,6 @@ def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], wor
 
 
 class Augmented(TinyGPT):
-    """Changes batches on its device, on each rank in its own way."""
-
     def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
         return {name: (value + self.trainer.global_rank) % VOCABULARY for name, value in batch.items()}
 
@@ -248,8 +246,6 @@ class CountedBlock(Block):
 
 
 class CountedGPT(TinyGPT):
-    """Two of its blocks are counted; its head is tied."""
-
     def __init__(self) -> None:
         super().__init__(tied=True)
         for block in self.blocks[1:3]:
@@ -309,8 +305,6 @@ def test_stages_of_a_rank_start_from_the_same_batch_and_all_stages_draw_alike(wo
 
 
 class Watched(Classifier):
-    """Looks at what this rank holds while it trains."""
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
         self.with_gradient = [n for n, p in self.named_parameters() if strategy.holds(p) and len(p.grad.numpy())]
@@ -493,8 +487,6 @@ def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.Monk
 
 
 class Drawing(Classifier):
-    """Draws a random number in every step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.own = SimpleNamespace(drawn=set())

@@ -54,7 +54,6 @@ def profiled(
     module: type[Deep] = Deep,
     **options: Any,
 ) -> Any:
-    """The report of a fit of some batches of 64 samples."""
     callback = ProfilerReport(wait=0, active=active, activations=activations, **QUIET)
     data: Any = DataLoader([torch.ones(64, WIDTH)] * batches, batch_size=None)  # type: ignore[arg-type]
     fit_module(module(), PipelineStrategy(**options), 2, FLOAT32, data, callbacks=[callback])

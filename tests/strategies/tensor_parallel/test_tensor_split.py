@@ -38,6 +38,7 @@ from tests.strategies.tasks import (
     make_trainer,
     moving_average,
     state,
+    trained_weights,
 )
 from tests.strategies.tensor_parallel.language import (
     HEADS,
@@ -308,8 +309,6 @@ def test_averages_of_weights(world2: World, kind: str, tmp_path: Any) -> None:
 
 
 class Scored(Task):
-    """Computes an accuracy of logits."""
-
     def loss(self, batch: list[Tensor]) -> Tensor:
         self.correct = (self.model(batch[0]).argmax(-1) == batch[0]).sum()
         return super().loss(batch)
@@ -373,8 +372,6 @@ def test_compiled_layers_are_refused(name: str) -> None:
 
 
 class ReadsGradients(Task):
-    """Its hooks read whole gradients and weights, and change them."""
-
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
             assert parameter.grad is not None
@@ -383,43 +380,33 @@ class ReadsGradients(Task):
         self.model.embedding.weight.grad[3] = 0.0  # type: ignore[index, union-attr]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms += [float(norm) for norm in grad_norm(self, 2).values()]
-        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+        self.noted += [float(norm) for norm in grad_norm(self, 2).values()]
+        self.noted.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
 
 
 class StepsByHand(Task):
-    """Clips between its closure and the step, and leaves a step out."""
-
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
-        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+        self.noted.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
         if index != 1:
             optimizer.step()
 
     def on_train_batch_end(self, *args: Any) -> None:
         weight = self.model.embedding.weight  # type: ignore[union-attr]
         assert len(weight) == VOCABULARY
-        self.norms += [float(parameter.detach().norm()) for parameter in self.parameters()]
-
-
-def reads_gradients(ranks: int, kind: type[Task]) -> dict[str, Any]:
-    task = kind()
-    fit_module(task, "tensor_split" if ranks > 1 else None, ranks, CASE, text())
-    return {"weights": state(task), "norms": task.norms}
+        self.noted += [float(parameter.detach().norm()) for parameter in self.parameters()]
 
 
 @pytest.mark.parametrize("kind", [ReadsGradients, StepsByHand])
 def test_hooks_read_whole_gradients(world2: World, kind: type[Task]) -> None:
     """They read a rank's part: norms of Lightning's grad_norm were too small, and ranks clipped by different ones."""
-    reference = reads_gradients(1, kind)
-    for result in world2.run(reads_gradients, 2, kind):
+    reference = trained_weights(kind, None, 1, CASE, data=text)
+    for result in world2.run(trained_weights, kind, "tensor_split", 2, CASE, data=text):
         assert_same_weights(result, reference)
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
+        assert result["noted"] == pytest.approx(reference["noted"], rel=1e-9)
 
 
 class Closures(TwoOptimizers):
-    """Gives its optimizers closures, and clamps weights in its step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():  # type: ignore[union-attr]
             optimizer.step(closure=functools.partial(self.closure, optimizer, *batch))
@@ -444,7 +431,6 @@ def test_groups_side_by_side_average_what_is_stepped_by_hand(world4: World) -> N
 
 
 def shuffled() -> DataLoader[Any]:
-    """Each rank shuffles in an order of its own."""
     order = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
     return DataLoader(dataset(16), batch_size=4, shuffle=True, generator=order)
 
