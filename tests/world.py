@@ -119,14 +119,7 @@ class World:
         """Runs the function as :meth:`run` does; every rank must raise ``error`` with a message that ``match`` finds.
 
         A rank that only ends because another one has raised may say so instead. The ranks live on, unless something is
-        left of the call.
-
-        Returns:
-            What the ranks raised that know the cause, in rank order.
-
-        Raises:
-            AssertionError: a rank did not raise.
-            Exception: that of a rank which raised something else, or the same with another message.
+        left of the call. Returns what the ranks raised that know the cause, in rank order.
         """
         with self._call(function, args, kwargs, may_raise=True):
             answers = self._receive_all("raised or result", timeout_s)
