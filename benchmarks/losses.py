@@ -299,7 +299,7 @@ class TrainedJob:
 
     def _progress_s(self) -> float:
         """When a rank has noted something last."""
-        return max((path.stat().st_mtime for path in self.directory.iterdir()), default=time.time())
+        return max((path.stat().st_mtime for path in self.directory.glob("steps*")), default=time.time())
 
     def _cost_s(self, struck_s: float) -> float | None:
         """The longest time without a step, of those that began up to 20 s after the loss, beyond an ordinary one."""
