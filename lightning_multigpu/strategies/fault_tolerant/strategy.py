@@ -76,7 +76,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         join_timeout_s: seconds in which all ranks have to come in at the start; after that the others begin.
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples, "sum", or a
             function from the batch to its weight.
-        check_replicas_every_n_steps, activation_checkpointing: as in
+        check_replicas_every_n_steps: optimizer steps between two checks that ranks hold the same parameters, beside
+            those of batches 0, 1, 10, 100 and so on, and of the end; 0 checks nothing.
+        activation_checkpointing: layers that backward computes again, as in
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
         options: what the Trainer passes, such as ``parallel_devices`` and ``checkpoint_io``.
 
@@ -292,15 +294,14 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         return path
 
     @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Writes the file on the first member; if that is lost meanwhile, on the next one."""
-        while True:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            if self.is_global_zero and "optimizer_states" in checkpoint:
-                self.members.has_saved(os.path.abspath(str(filepath)))
-            if not self.members.talks or self._asked(False, lambda group: group.barrier() or True):
-                return
-            self.members.meet(shrinks=True)
+    def _has_saved(self, checkpoint: dict[str, Any], filepath: Any) -> bool:
+        """Whether no member was lost meanwhile; else the first one of those that are left writes the file."""
+        if self.is_global_zero and "optimizer_states" in checkpoint and "://" not in str(filepath):
+            self.members.has_saved(os.path.abspath(str(filepath)))
+        if not self.members.talks or self._asked(False, lambda group: group.barrier() or True):
+            return True
+        self.members.meet(shrinks=True)
+        return False
 
     @override
     def model_to_device(self) -> None:
