@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import hashlib
 import itertools
 import json
@@ -160,6 +161,7 @@ def nodes() -> int:
 def train(directory: Path, pause_s: float, steps: int, epochs: int) -> None:
     """The script of the job; one of ``steps`` and ``epochs`` is -1."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the supervisor forwards it to the ranks
     L.seed_everything(1, verbose=False)
     is_rank = "LOCAL_RANK" in os.environ
     notes = Notes(directory) if is_rank else L.Callback()
@@ -278,8 +280,9 @@ class TrainedJob:
         """Waits for the end, and notes what is wrong."""
         while any(each.poll() is None for each in self.supervisors) and time.time() < self._progress_s() + _END_S:
             time.sleep(0.1)
+        if None in (statuses := [each.poll() for each in self.supervisors]):
+            self.show_stacks()
         run.seconds = time.monotonic() - self.begun_s
-        statuses = [each.poll() for each in self.supervisors]
         if set(statuses) != {0}:
             run.wrong.append(f"exit statuses {statuses}")
         time.sleep(6)  # workers of loaders look for their ranks every 5 s
@@ -296,6 +299,12 @@ class TrainedJob:
         ]
         for loss in run.losses:
             loss.cost_s = self._cost_s(loss.struck_s)
+
+    def show_stacks(self) -> None:
+        """Has the ranks write to the output where they are."""
+        for each in self.supervisors:
+            each.send_signal(signal.SIGUSR1)
+        time.sleep(1)
 
     def _progress_s(self) -> float:
         """When a rank has noted something last."""
@@ -360,6 +369,7 @@ def run_with_losses(planned: Sequence[Loss], options: argparse.Namespace, chance
         for loss in planned:
             if not trained.until(trained.is_whole, _RETURN_S):
                 run.wrong.append("not all ranks were back in time")
+                trained.show_stacks()
                 break
             trained.until(lambda: False, chance.uniform(0.5, 2))
             ranks = [2, 3] if loss.kind == "host" else chance.sample(range(RANKS), 2 if loss.place == "two" else 1)
