@@ -297,8 +297,8 @@ class TrainedJob:
         run.wrong += [
             f"damaged: {path.name}" for path in saved if not zipfile.is_zipfile(path) or path.suffix != ".ckpt"
         ]
-        for loss in run.losses:
-            loss.cost_s = self._cost_s(loss.struck_s)
+        for loss, following in itertools.zip_longest(run.losses, run.losses[1:]):
+            loss.cost_s = self._cost_s(loss.struck_s, following.struck_s if following else loss.struck_s + _RETURN_S)
 
     def show_stacks(self) -> None:
         """Has the ranks write to the output where they are."""
@@ -310,8 +310,8 @@ class TrainedJob:
         """When a rank has noted something last."""
         return max((path.stat().st_mtime for path in self.directory.glob("steps*")), default=time.time())
 
-    def _cost_s(self, struck_s: float) -> float | None:
-        """The longest time without a step, of those that began up to 20 s after the loss, beyond an ordinary one."""
+    def _cost_s(self, struck_s: float, until_s: float) -> float | None:
+        """The longest time without a step between a loss and the next one, beyond an ordinary one."""
         times: dict[int, float] = {}
         for path in self.directory.glob("steps*"):
             for line in path.read_text().splitlines():
@@ -322,7 +322,9 @@ class TrainedJob:
             special: median([gap for _, gap, step in gaps if _is_special(step) == special] or [0.0])
             for special in (False, True)
         }
-        near = [gap - ordinary[_is_special(step)] for at_s, gap, step in gaps if -gap < at_s - struck_s < 20]
+        near = [
+            gap - ordinary[_is_special(step)] for at_s, gap, step in gaps if at_s + gap > struck_s and at_s < until_s
+        ]
         return max(near, default=None)
 
     def processes(self) -> list[psutil.Process]:
@@ -419,7 +421,7 @@ def table(losses: Sequence[Loss]) -> list[str]:
     lines = [f"{'losses':16}{'number':>8}{'median s':>10}{'p95 s':>8}{'most s':>8}"]
     for name in sorted(groups, key=lambda name: (name == "all", name.startswith("in "), name)):
         costs = groups[name]
-        p95 = quantiles(costs, n=20)[-1] if len(costs) > 1 else max(costs, default=0.0)
+        p95 = quantiles(costs, n=20, method="inclusive")[-1] if len(costs) > 1 else max(costs, default=0.0)
         row = [median(costs or [0.0]), p95, max(costs, default=0.0)]
         lines.append(
             f"{name:16}{len(costs):8}"
