@@ -24,6 +24,7 @@ from lightning_multigpu._torchft import start_lighthouse, torchft
 from lightning_multigpu.communication.interface import interface_towards, own_address
 from lightning_multigpu.job.joining import LAST_STORE
 from lightning_multigpu.job.process_groups import CONNECTIONS
+from lightning_multigpu.report.document import MemberChange
 
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store
@@ -54,18 +55,6 @@ class Limits:
         """A lighthouse with these limits at the interface of ``host``, and its URL."""
         limits = {"straggler_timeout_s": self.straggler_timeout_s, "heartbeat_timeout_s": self.heartbeat_timeout_s}
         return start_lighthouse(host, **limits)
-
-
-@dataclass(frozen=True)
-class Change:
-    """A change of the members: at which optimizer step, when, who, how many go on, and the seconds that it took."""
-
-    step: int
-    time_s: float
-    lost: list[int]
-    joined: list[int]
-    members: int
-    seconds: float
 
 
 class Members:
@@ -115,8 +104,8 @@ class Members:
         self.rank, self._world_size, self._limits = rank, world_size, limits
         self._step, self._changed = step, changed
         self.processes: dict[str, int] = {}
-        self.history: list[Change] = []
-        self.begins_anew = False
+        self.history: list[MemberChange] = []
+        self.begins_anew = self.has_ended = False
         self.has_joined = self.healed = self.asks = self.wants_to_leave = self.has_left = self._is_broken = False
         self.generation = 0
         self._checked_s = self._broken_s = time.monotonic()
@@ -279,11 +268,13 @@ class Members:
         lost = [rank for process, rank in before.items() if process not in self.processes]
         joined = [rank for process, rank in self.processes.items() if process not in before]
         if self.healed:
-            lost, joined = [], [self.rank]
+            lost, joined, seconds = [], [self.rank], 0.0
         if not lost and not joined:
             return
         self.generation += 1
-        change = Change(self._step(), time.time(), lost, joined, len(self.ranks), seconds)
+        change = MemberChange(
+            step=self._step(), time_s=time.time(), lost=lost, joined=joined, members=self.size, seconds=seconds
+        )
         self.history.append(change)
         if before and self.index == 0 and not self.healed:
             go_on = f"{self.size} of {self._world_size} ranks go on after {seconds:.1f} s"
@@ -296,7 +287,7 @@ class Members:
         return {"history": [asdict(each) for each in self.history], "state": self._give()}
 
     def _heal(self, state: Any) -> None:
-        self.history[:] = [Change(**each) for each in state["history"]]
+        self.history[:] = [MemberChange(**each) for each in state["history"]]
         self.healed = self.has_joined = True
         self._take(state["state"])
 
@@ -344,23 +335,27 @@ class Members:
         return self._main.check(["finished"])
 
     def end(self, *, finished: bool, is_fit: bool) -> None:
-        """Leaves torchft and the group; a run that has ``finished`` waits for the others."""
+        """Leaves torchft; a run that has ``finished`` waits for the others, and keeps the group for later hooks."""
+        if self.has_ended:
+            return
+        self.has_ended = True
         try:
             if is_fit and finished and self.talks:
                 self._main.set("finished", "")
             self._manager.shutdown()
-            del self._manager, self._main  # the host of the store closes it before others can join another one
+            del self._manager, self._main, self._own_store  # closed before others can join another main store
             if finished and self.talks:
                 dist.barrier()
         except RuntimeError:
             pass  # others are lost, or have ended first
-        self._group.close()
+        if not finished:
+            self.split()
+        self._group.end()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
         if self._sets_interface:
             del os.environ["GLOO_SOCKET_IFNAME"]
-        self.has_left = True
 
 
 def is_of_gloo(error: RuntimeError) -> bool:
@@ -440,8 +435,7 @@ def _group_class() -> Any:
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 dist.destroy_process_group()
 
-        def close(self) -> None:
-            self.abort()
+        def end(self) -> None:
             self._rendezvous_store = None
 
     return Group

@@ -152,6 +152,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             owns_batch=lambda: self.counts,
             is_common=lambda error: self._members is None or self._members.size == 1,
             gather=self.gather_objects,
+            member_changes=lambda: [] if self._members is None else self._members.history,
         )
 
     # The ranks of the job
@@ -314,8 +315,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             state = None if trainer is None else trainer.state
             finished = state is not None and state.status == TrainerStatus.RUNNING
             self._members.end(finished=finished, is_fit=state is not None and state.fn == TrainerFn.FITTING)
-            self._members = self._group = None
-            del self._average
         if signal.getsignal(signal.SIGTERM) == self._leave:
             signal.signal(signal.SIGTERM, self._sigterm)
         super().teardown()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_multigpu  # noqa: F401
 from lightning_multigpu import FaultTolerantDDPStrategy
+from lightning_multigpu.callbacks import RunReport
 
 NUM_FEATURES, LEARNING_RATE, MOMENTUM = 3, 0.05, 0.5
 
@@ -109,6 +110,8 @@ def main() -> None:
             ModelCheckpoint(directory / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True),
             EarlyStopping("val_loss", patience=1000),
         ]
+    if plan.get("report"):
+        callbacks.append(RunReport())
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ["WORLD_SIZE"]),
@@ -116,7 +119,8 @@ def main() -> None:
         precision="64-true",
         logger=False,
         callbacks=callbacks,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing="validate" in plan,
+        default_root_dir=directory,
         enable_progress_bar=False,
         enable_model_summary=False,
         num_sanity_val_steps=0,
@@ -131,7 +135,7 @@ def main() -> None:
         "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
         "step": trainer.global_step,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "best": [callback.best_model_path for callback in callbacks[:1]],
+        "best": [callback.best_model_path for callback in trainer.checkpoint_callbacks],
     }
     (directory / f"result{rank}.json").write_text(json.dumps(result))
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_multigpu.report import document
 from tests.strategies.fault_tolerant.job import Job
 from tests.strategies.fault_tolerant.program import LEARNING_RATE, MOMENTUM, Rows, first_layer, loss_of
 
@@ -81,7 +82,7 @@ def test_no_loss(tmp_path: Path) -> None:
 
 def test_a_killed_rank(tmp_path: Path) -> None:
     """The other goes on, with the samples that are left; the rank of the terminal is lost like another."""
-    with Job(tmp_path, {"trainer": {"max_epochs": 3}, "faults": [fault(0, 4)]}) as job:
+    with Job(tmp_path, {"trainer": {"max_epochs": 3}, "faults": [fault(0, 4)], "report": True}) as job:
         job.run()
         results = job.results()
         assert [*results] == [1]
@@ -92,6 +93,9 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert len(first) == SAMPLES - 2, "the batch in flight is lost, and no other sample"
         assert others == [Counter(range(SAMPLES))] * 2
         assert "rank 0 is lost at step 4: 1 of 2 ranks go on" in job.output()
+        [change] = document.read(tmp_path / document.FILE_NAME).member_changes or []
+        assert (change.step, change.lost, change.joined, change.members) == (4, [0], [], 1)
+        assert "Ranks that were lost, or came in:" in job.output()
 
 
 def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
@@ -135,7 +139,7 @@ def test_a_rank_that_is_overtaken(tmp_path: Path) -> None:
 def test_too_few_replicas(tmp_path: Path) -> None:
     """The rank that is left waits, saves and ends with an error; a rank that comes in time ends the wait."""
     plan = {
-        "trainer": {"max_epochs": 2, "default_root_dir": str(tmp_path)},
+        "trainer": {"max_epochs": 2},
         "faults": [fault(1, 6)],
         "options": {"min_replicas": 2, "wait_for_replicas_s": 3},
     }
