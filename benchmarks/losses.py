@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import hashlib
 import itertools
 import json
@@ -160,6 +161,7 @@ def nodes() -> int:
 def train(directory: Path, pause_s: float, steps: int, epochs: int) -> None:
     """The script of the job; one of ``steps`` and ``epochs`` is -1."""
     torch.set_num_threads(1)
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the supervisor forwards it to the ranks
     L.seed_everything(1, verbose=False)
     is_rank = "LOCAL_RANK" in os.environ
     notes = Notes(directory) if is_rank else L.Callback()
@@ -278,8 +280,9 @@ class TrainedJob:
         """Waits for the end, and notes what is wrong."""
         while any(each.poll() is None for each in self.supervisors) and time.time() < self._progress_s() + _END_S:
             time.sleep(0.1)
+        if None in (statuses := [each.poll() for each in self.supervisors]):
+            self.show_stacks()
         run.seconds = time.monotonic() - self.begun_s
-        statuses = [each.poll() for each in self.supervisors]
         if set(statuses) != {0}:
             run.wrong.append(f"exit statuses {statuses}")
         time.sleep(6)  # workers of loaders look for their ranks every 5 s
@@ -294,15 +297,21 @@ class TrainedJob:
         run.wrong += [
             f"damaged: {path.name}" for path in saved if not zipfile.is_zipfile(path) or path.suffix != ".ckpt"
         ]
-        for loss in run.losses:
-            loss.cost_s = self._cost_s(loss.struck_s)
+        for loss, following in itertools.zip_longest(run.losses, run.losses[1:]):
+            loss.cost_s = self._cost_s(loss.struck_s, following.struck_s if following else loss.struck_s + _RETURN_S)
+
+    def show_stacks(self) -> None:
+        """Has the ranks write to the output where they are."""
+        for each in self.supervisors:
+            each.send_signal(signal.SIGUSR1)
+        time.sleep(1)
 
     def _progress_s(self) -> float:
         """When a rank has noted something last."""
-        return max((path.stat().st_mtime for path in self.directory.iterdir()), default=time.time())
+        return max((path.stat().st_mtime for path in self.directory.glob("steps*")), default=time.time())
 
-    def _cost_s(self, struck_s: float) -> float | None:
-        """The longest time without a step, of those that began up to 20 s after the loss, beyond an ordinary one."""
+    def _cost_s(self, struck_s: float, until_s: float) -> float | None:
+        """The longest time without a step between a loss and the next one, beyond an ordinary one."""
         times: dict[int, float] = {}
         for path in self.directory.glob("steps*"):
             for line in path.read_text().splitlines():
@@ -313,7 +322,9 @@ class TrainedJob:
             special: median([gap for _, gap, step in gaps if _is_special(step) == special] or [0.0])
             for special in (False, True)
         }
-        near = [gap - ordinary[_is_special(step)] for at_s, gap, step in gaps if -gap < at_s - struck_s < 20]
+        near = [
+            gap - ordinary[_is_special(step)] for at_s, gap, step in gaps if at_s + gap > struck_s and at_s < until_s
+        ]
         return max(near, default=None)
 
     def processes(self) -> list[psutil.Process]:
@@ -360,6 +371,7 @@ def run_with_losses(planned: Sequence[Loss], options: argparse.Namespace, chance
         for loss in planned:
             if not trained.until(trained.is_whole, _RETURN_S):
                 run.wrong.append("not all ranks were back in time")
+                trained.show_stacks()
                 break
             trained.until(lambda: False, chance.uniform(0.5, 2))
             ranks = [2, 3] if loss.kind == "host" else chance.sample(range(RANKS), 2 if loss.place == "two" else 1)
@@ -409,7 +421,7 @@ def table(losses: Sequence[Loss]) -> list[str]:
     lines = [f"{'losses':16}{'number':>8}{'median s':>10}{'p95 s':>8}{'most s':>8}"]
     for name in sorted(groups, key=lambda name: (name == "all", name.startswith("in "), name)):
         costs = groups[name]
-        p95 = quantiles(costs, n=20)[-1] if len(costs) > 1 else max(costs, default=0.0)
+        p95 = quantiles(costs, n=20, method="inclusive")[-1] if len(costs) > 1 else max(costs, default=0.0)
         row = [median(costs or [0.0]), p95, max(costs, default=0.0)]
         lines.append(
             f"{name:16}{len(costs):8}"

@@ -21,7 +21,7 @@ from tests.world import free_port
 
 pytestmark = pytest.mark.launch
 
-DEADLINE_S = 120.0
+DEADLINE_S = 60.0
 
 
 class Supervised(Job):

@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from lightning_multigpu._torchft import start_lighthouse, torchft
 from lightning_multigpu.communication.interface import interface_towards, own_address
 from lightning_multigpu.job.joining import LAST_STORE
+from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.report.document import MemberChange
 
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
@@ -418,7 +419,8 @@ def _group_class() -> Any:
                 self._members.split()
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
+            with CONNECTIONS.noted():
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
             group = dist.group.WORLD
             slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
             dist.distributed_c10d._set_pg_timeout(slow, group)  # of what waits outside of steps
@@ -429,6 +431,7 @@ def _group_class() -> Any:
         def abort(self, errored: bool = True) -> None:
             self._pg = None
             if dist.is_initialized():
+                CONNECTIONS.cut()  # wakes members that wait in a collective; abort does not
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 dist.destroy_process_group()
 
