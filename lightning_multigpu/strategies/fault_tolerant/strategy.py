@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import plain_optimizer
+from lightning_multigpu._torchft import torchft
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
@@ -126,7 +128,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.loss_reduction: LossReduction = loss_reduction
         self.steps = UserSteps(self, activation_checkpointing)
         self._members: Members | None = None
-        self._accumulates = False
+        self._accumulates = self._averages = False
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
         self._forget_step()
 
@@ -233,6 +235,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
+        """Checks that torchft is there, and that a rank can come in between the steps of this run.
+
+        Raises:
+            ImportError: it is not.
+            ValueError: steps, or the weights of losses, are of a kind that only the ranks themselves know.
+        """
+        torchft()
         super().check_before_launch(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
@@ -259,12 +268,20 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self._members = Members(
             *(self.global_rank, self.world_size, environment.main_address, environment.main_port, given["lighthouse"]),
             self._limits,
-            give=lambda: given_state(trainer),
-            take=lambda state: take_state(trainer, state),
+            give=lambda: (self._averages, given_state(trainer)),
+            take=lambda state: self._take(trainer, *state),
             step=lambda: 0 if trainer is None else trainer.global_step,
             changed=lambda: None if trainer is None else follow_members(trainer),
         )
-        self._average = GradientAverage(self._members, self.meter)
+        self._gradients = GradientAverage(self._members, self.meter)
+
+    def _take(self, trainer: pl.Trainer, averages: bool, state: dict[str, Any]) -> None:
+        """Takes another rank's state, if both are at the same place of the program."""
+        if not (averages and self._averages):
+            sys.exit(
+                f"ft_ddp: rank {self.global_rank} is behind, at another place of the program: it has to start again"
+            )
+        take_state(trainer, state)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -503,7 +520,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         closure_loss = self.precision_plugin.pre_backward(closure_loss * weight, self._module)
         self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         if not self._accumulates:
-            self._average_gradients()
+            with replaced(self, _averages=True):
+                self._average_gradients()
             self._has_averaged = True
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
@@ -529,7 +547,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                 has_met = True
                 self._is_foreign = self._is_foreign or members.healed
             try:
-                said = self._average.average(
+                said = self._gradients.average(
                     parameters,
                     [*module.buffers()],
                     weight,
