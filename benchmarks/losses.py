@@ -1,8 +1,8 @@
 """Plants losses of ranks in runs under ft_ddp, and measures the seconds that each has cost.
 
 ``python -m benchmarks.losses --losses 100`` trains on 4 ranks, run after run, with several losses in each: a rank is
-killed or stopped (SIGKILL, SIGSTOP), all ranks of a host are killed at once, or the link of an emulated host is cut
-and comes back; in a step, a validation, while a checkpoint is saved, while a lost rank joins again, and two at once.
+killed or stopped (SIGKILL, SIGSTOP), all processes of an emulated host are killed at once, or its link is cut and comes
+back; in a step, a validation, while a checkpoint is saved, while a lost rank joins again, and two at once.
 With ``--only kill,stop save`` those that have one of the words in each of the arguments. Emulated hosts need root.
 
 Every run has to reach its last step, with the same bits on all ranks, and to leave no process and no damaged file.
@@ -48,6 +48,7 @@ from typing_extensions import override
 
 from benchmarks.heading import heading
 from lightning_multigpu.emulation import EmulatedHosts
+from lightning_multigpu.job.guardian.proc import read_stat
 from tests import preforked
 
 RANKS, HOSTS = 4, 2
@@ -235,8 +236,8 @@ class TrainedJob:
         for rank in range(RANKS):
             with contextlib.suppress(OSError, ValueError):
                 pid, phase = (self.directory / f"phase{rank}").read_text().split()
-                os.kill(int(pid), 0)
-                found[rank] = int(pid), phase
+                if (stat := read_stat(int(pid))) is not None and stat.state not in "ZX":
+                    found[rank] = int(pid), phase
         return found
 
     def doing(self) -> list[str]:
@@ -267,11 +268,12 @@ class TrainedJob:
             time.sleep(chance.uniform(2, 8))
             self.hosts.switch.run("ip", "link", "set", "port1", "up")
             return struck_s
+        if kind == "host":
+            self.supervisors[1].kill()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, KeyError):
                 os.kill(phases[rank][0], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-        if kind == "host" and self.hosts is not None:  # its scheduler starts the host anew
-            self.supervisors[1].kill()
+        if kind == "host":  # its scheduler starts it anew
             self.supervisors[1].wait()
             self.supervisors[1] = self._start(1)
         return struck_s
@@ -366,7 +368,7 @@ def job(on_hosts: bool, forked: bool, *arguments: str) -> Iterator[TrainedJob]:
 def run_with_losses(planned: Sequence[Loss], options: argparse.Namespace, chance: random.Random) -> Run:
     """One job, in which the planned losses strike one after another, each when the last one is over."""
     run = Run()
-    on_hosts = any(each.kind == "cut" for each in planned)
+    on_hosts = any(each.kind in ("cut", "host") for each in planned)
     with job(on_hosts, options.forked, f"--pause={options.pause}", f"--steps={options.steps}") as trained:
         for loss in planned:
             if not trained.until(trained.is_whole, _RETURN_S):
@@ -431,7 +433,7 @@ def table(losses: Sequence[Loss]) -> list[str]:
 
 
 def planned(options: argparse.Namespace) -> list[list[Loss]]:
-    """The losses of each run; cut links come in runs of their own, on emulated hosts."""
+    """The losses of each run; those of hosts and links come in runs of their own, on emulated hosts."""
     every = [
         Loss(kind, place)
         for kind in KINDS
@@ -446,7 +448,7 @@ def planned(options: argparse.Namespace) -> list[list[Loss]]:
     random.Random(options.seed).shuffle(losses)
     runs = []
     for on_hosts in (False, True):
-        those = [each for each in losses if (each.kind == "cut") == on_hosts]
+        those = [each for each in losses if (each.kind in ("cut", "host")) == on_hosts]
         runs += [those[begin : begin + options.each] for begin in range(0, len(those), options.each)]
     return runs
 
