@@ -86,7 +86,6 @@ def train(case: Case = LONG, **options: Any) -> dict[str, Any]:
 
 
 def loss(weights: dict[str, Tensor]) -> float:
-    """Over all samples."""
     module = Classifier()
     module.load_state_dict(weights, strict=False)
     x, y = dataset(400).tensors
@@ -115,8 +114,6 @@ def test_compressed_training_learns_and_keeps_all_ranks_alike(world4: World) -> 
 
 
 class Planted(Classifier):
-    """An infinite gradient in one step, on one rank, in one layer."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 4 and self.trainer.global_rank == 3:

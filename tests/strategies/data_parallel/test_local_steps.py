@@ -35,8 +35,6 @@ NUM_PARAMETERS = 4
 
 
 class Recorder(Callback):
-    """The batches of this rank, and its weights when validation and each step end."""
-
     def __init__(self) -> None:
         self.batches: list[Any] = []
         self.at_validation: list[dict[str, Tensor]] = []
@@ -70,7 +68,6 @@ def train(directory: str, *, every: int = EVERY, num_samples: int = 61, **traine
 
 
 def by_hand(batches: list[list[Any]], meetings: set[int]) -> list[dict[str, Tensor]]:
-    """Both ranks in this process; the ranks' weights after the last step."""
     modules = [Classifier().double() for _ in batches]
     optimizers = [SGD(module.parameters(), lr=0.2, momentum=0.9) for module in modules]
     for step in range(len(batches[0])):
