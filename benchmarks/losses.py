@@ -217,7 +217,7 @@ class TrainedJob:
         self._command = [sys.executable, "-m", "benchmarks.losses", "--train", str(directory), *arguments]
         self._mark = f"{os.getpid()}-{directory.name}"
         self.supervisors = [self._start(node) for node in range(HOSTS if hosts else 1)]
-        self.begun_s = time.monotonic()
+        self.begun_s, self._struck_s = time.monotonic(), 0.0
 
     def _start(self, node: int) -> subprocess.Popen[Any]:
         variables = {_MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -244,9 +244,11 @@ class TrainedJob:
         return [phase for _, phase in self.phases().values()]
 
     def is_whole(self) -> bool:
-        """Whether all ranks train."""
+        """Whether all ranks train, and have gone on since the last loss."""
         phases = self.phases()
-        return len(phases) == RANKS and {phase for _, phase in phases.values()} <= {"step", "validation", "save"}
+        if len(phases) < RANKS or not {phase for _, phase in phases.values()} <= {"step", "validation", "save"}:
+            return False
+        return all((self.directory / f"phase{rank}").stat().st_mtime > self._struck_s for rank in phases)
 
     def until(self, condition: Any, limit_s: float) -> bool:
         """Waits; False if the time is over, or the job has ended or is about to."""
@@ -260,14 +262,19 @@ class TrainedJob:
 
     def strike(self, kind: str, ranks: Sequence[int], chance: random.Random) -> float:
         """Lets ``ranks`` be lost; returns the time."""
-        phases = self.phases()
         struck_s = time.time()
+        self._strike(kind, ranks, chance)
+        self._struck_s = time.time()
+        return struck_s
+
+    def _strike(self, kind: str, ranks: Sequence[int], chance: random.Random) -> None:
+        phases = self.phases()
         if kind == "cut":
             assert self.hosts is not None
             self.hosts.switch.run("ip", "link", "set", "port1", "down")
             time.sleep(chance.uniform(2, 8))
             self.hosts.switch.run("ip", "link", "set", "port1", "up")
-            return struck_s
+            return
         if kind == "host":
             self.supervisors[1].kill()
         for rank in ranks:
@@ -276,7 +283,6 @@ class TrainedJob:
         if kind == "host":  # its scheduler starts it anew
             self.supervisors[1].wait()
             self.supervisors[1] = self._start(1)
-        return struck_s
 
     def check(self, run: Run, steps: int) -> None:
         """Waits for the end, and notes what is wrong."""
