@@ -1,8 +1,8 @@
 """Plants losses of ranks in runs under ft_ddp, and measures the seconds that each has cost.
 
 ``python -m benchmarks.losses --losses 100`` trains on 4 ranks, run after run, with several losses in each: a rank is
-killed or stopped (SIGKILL, SIGSTOP), all ranks of a host are killed at once, or the link of an emulated host is cut
-and comes back; in a step, a validation, while a checkpoint is saved, while a lost rank joins again, and two at once.
+killed or stopped (SIGKILL, SIGSTOP), all processes of an emulated host are killed at once, or its link is cut and comes
+back; in a step, a validation, while a checkpoint is saved, while a lost rank joins again, and two at once.
 With ``--only kill,stop save`` those that have one of the words in each of the arguments. Emulated hosts need root.
 
 Every run has to reach its last step, with the same bits on all ranks, and to leave no process and no damaged file.
@@ -48,6 +48,7 @@ from typing_extensions import override
 
 from benchmarks.heading import heading
 from lightning_multigpu.emulation import EmulatedHosts
+from lightning_multigpu.job.guardian.proc import read_stat
 from tests import preforked
 
 RANKS, HOSTS = 4, 2
@@ -216,7 +217,7 @@ class TrainedJob:
         self._command = [sys.executable, "-m", "benchmarks.losses", "--train", str(directory), *arguments]
         self._mark = f"{os.getpid()}-{directory.name}"
         self.supervisors = [self._start(node) for node in range(HOSTS if hosts else 1)]
-        self.begun_s = time.monotonic()
+        self.begun_s, self._struck_s = time.monotonic(), 0.0
 
     def _start(self, node: int) -> subprocess.Popen[Any]:
         variables = {_MARK: self._mark, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -235,17 +236,19 @@ class TrainedJob:
         for rank in range(RANKS):
             with contextlib.suppress(OSError, ValueError):
                 pid, phase = (self.directory / f"phase{rank}").read_text().split()
-                os.kill(int(pid), 0)
-                found[rank] = int(pid), phase
+                if (stat := read_stat(int(pid))) is not None and stat.state not in "ZX":
+                    found[rank] = int(pid), phase
         return found
 
     def doing(self) -> list[str]:
         return [phase for _, phase in self.phases().values()]
 
     def is_whole(self) -> bool:
-        """Whether all ranks train."""
+        """Whether all ranks train, and have gone on since the last loss."""
         phases = self.phases()
-        return len(phases) == RANKS and {phase for _, phase in phases.values()} <= {"step", "validation", "save"}
+        if len(phases) < RANKS or not {phase for _, phase in phases.values()} <= {"step", "validation", "save"}:
+            return False
+        return all((self.directory / f"phase{rank}").stat().st_mtime > self._struck_s for rank in phases)
 
     def until(self, condition: Any, limit_s: float) -> bool:
         """Waits; False if the time is over, or the job has ended or is about to."""
@@ -259,22 +262,27 @@ class TrainedJob:
 
     def strike(self, kind: str, ranks: Sequence[int], chance: random.Random) -> float:
         """Lets ``ranks`` be lost; returns the time."""
-        phases = self.phases()
         struck_s = time.time()
+        self._strike(kind, ranks, chance)
+        self._struck_s = time.time()
+        return struck_s
+
+    def _strike(self, kind: str, ranks: Sequence[int], chance: random.Random) -> None:
+        phases = self.phases()
         if kind == "cut":
             assert self.hosts is not None
             self.hosts.switch.run("ip", "link", "set", "port1", "down")
             time.sleep(chance.uniform(2, 8))
             self.hosts.switch.run("ip", "link", "set", "port1", "up")
-            return struck_s
+            return
+        if kind == "host":
+            self.supervisors[1].kill()
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError, KeyError):
                 os.kill(phases[rank][0], signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
-        if kind == "host" and self.hosts is not None:  # its scheduler starts the host anew
-            self.supervisors[1].kill()
+        if kind == "host":  # its scheduler starts it anew
             self.supervisors[1].wait()
             self.supervisors[1] = self._start(1)
-        return struck_s
 
     def check(self, run: Run, steps: int) -> None:
         """Waits for the end, and notes what is wrong."""
@@ -366,7 +374,7 @@ def job(on_hosts: bool, forked: bool, *arguments: str) -> Iterator[TrainedJob]:
 def run_with_losses(planned: Sequence[Loss], options: argparse.Namespace, chance: random.Random) -> Run:
     """One job, in which the planned losses strike one after another, each when the last one is over."""
     run = Run()
-    on_hosts = any(each.kind == "cut" for each in planned)
+    on_hosts = any(each.kind in ("cut", "host") for each in planned)
     with job(on_hosts, options.forked, f"--pause={options.pause}", f"--steps={options.steps}") as trained:
         for loss in planned:
             if not trained.until(trained.is_whole, _RETURN_S):
@@ -431,7 +439,7 @@ def table(losses: Sequence[Loss]) -> list[str]:
 
 
 def planned(options: argparse.Namespace) -> list[list[Loss]]:
-    """The losses of each run; cut links come in runs of their own, on emulated hosts."""
+    """The losses of each run; those of hosts and links come in runs of their own, on emulated hosts."""
     every = [
         Loss(kind, place)
         for kind in KINDS
@@ -446,7 +454,7 @@ def planned(options: argparse.Namespace) -> list[list[Loss]]:
     random.Random(options.seed).shuffle(losses)
     runs = []
     for on_hosts in (False, True):
-        those = [each for each in losses if (each.kind == "cut") == on_hosts]
+        those = [each for each in losses if (each.kind in ("cut", "host")) == on_hosts]
         runs += [those[begin : begin + options.each] for begin in range(0, len(those), options.each)]
     return runs
 

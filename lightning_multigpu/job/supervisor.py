@@ -227,7 +227,10 @@ class Supervisor:
 
     def __init__(self, run: RunContext, store: Store, environment: Mapping[str, str], max_restarts: int) -> None:
         self._run, self._store, self._environment, self._max_restarts = run, store, environment, max_restarts
-        self._ranks = [_Rank(run.node_rank * run.ranks_per_host + each) for each in range(run.ranks_per_host)]
+        store.delete_key(f"left {run.node_rank}")
+        earlier = store.add(f"supervisors {run.node_rank}", 1) - 1  # that were lost with the host, and its ranks
+        first = run.node_rank * run.ranks_per_host
+        self._ranks = [_Rank(first + each, starts=earlier) for each in range(run.ranks_per_host)]
         self._statuses: list[int] = []  # of ranks that are not started again
         self._status: int | None = None  # of the job, once an end has decided it
         self._has_finished = self._is_over = False
@@ -302,11 +305,18 @@ class Supervisor:
         self._statuses.append(status)
 
     def _is_common(self, rank: _Rank, failure: Failure) -> bool:
-        """Whether all ranks of this host have failed so, now or at the same step; the only one: twice."""
-        if len(self._ranks) == 1:
-            return _alike(failure, rank.failure)
-        others = [each for each in self._ranks if each is not rank]
+        """Whether all ranks of this host have failed so, now or at the same step.
+
+        One rank alone, and the ranks of one of several hosts, have to do so twice; before the first step a host that
+        cannot reach the others may have done it.
+        """
+        has_others = self._run.num_nodes > 1
+        if has_others and not failure.step:
+            return False
+        if (has_others or len(self._ranks) == 1) and not _alike(failure, rank.failure):
+            return False
         since_s = float("-inf") if failure.step else time.monotonic() - _SOON_S
+        others = [each for each in self._ranks if each is not rank]
         return all(_alike(failure, each.failure) and each.ended_s > since_s for each in others)
 
     def _show(self, failure: Failure, what: str, *, begin: str = "") -> None:

@@ -31,10 +31,12 @@ class Supervised(Job):
         """Starts it on all hosts; each host has so many ranks."""
         if hosts > 1:
             variables |= {"NUM_NODES": str(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        command = [sys.executable, "-m", supervised_script.__name__, str(ranks), *plan]
+        self.begin_host = lambda node: self.start(
+            None, command, {**variables, **({"NODE_RANK": str(node)} if hosts > 1 else {})}, cwd=self.directory
+        )
         for node in range(hosts):
-            command = [sys.executable, "-m", supervised_script.__name__, str(ranks), *plan]
-            host = {"NODE_RANK": str(node)} if hosts > 1 else {}
-            self.start(None, command, {**variables, **host}, cwd=self.directory)
+            self.begin_host(node)
 
     def until(self, condition: Callable[[], object]) -> None:
         """Waits."""
@@ -162,6 +164,18 @@ def test_the_first_host_waits_for_the_others(job: Supervised) -> None:
     time.sleep(0.5)
     assert job.processes[0].poll() is None
     assert job.finish(1) == 0
+
+
+def test_a_host_that_is_lost_comes_back(job: Supervised) -> None:
+    """Its ranks are no first ones, which the others would wait for."""
+    job.begin(1, hosts=2)
+    job.until(lambda: {"0:0", "1:0"} <= job.starts().keys())
+    job.processes[1].kill()
+    job.processes[1].wait()
+    job.begin_host(1)
+    job.until(lambda: "1:1" in job.starts())
+    assert job.finish(2) == 0
+    assert [each.poll() for each in job.processes] == [0, -signal.SIGKILL, 0]
 
 
 def test_without_the_first_host_the_others_end(job: Supervised) -> None:
