@@ -33,6 +33,8 @@ _MEETING_EVERY_S = 0.5
 _PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
 _SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends
 
+_OF_GLOO = ("gloo", "connection", "socket", "broken pipe", "timed out", "timeout", "aborted", "process group")
+
 _runs = 0  # of this process
 
 
@@ -82,7 +84,7 @@ class Members:
         begins_anew: whether all ranks have been lost, and begin again from the last checkpoint.
         asks: whether members meet before the next sum.
         healed: whether this rank has taken a member's state since the last step.
-        wants_to_leave, has_left: see :meth:`leave`.
+        wants_to_leave, has_left: see :meth:`leave_without`.
         history: the changes so far.
     """
 
@@ -171,7 +173,8 @@ class Members:
             _say(f"not all {self._world_size} ranks have come in {limit_s:g} s: the others begin")
         arrived = [each for each in everybody if self._main.check([f"arrived/{life}/{each}"])]
         self.has_joined = True
-        while len(self.ranks) < len(arrived):
+        until_s = time.monotonic() + limit_s
+        while len(self.ranks) < len(arrived) and time.monotonic() < until_s:
             self.meet()
         self.history.clear()
         self._main.set("met", "")
@@ -360,7 +363,7 @@ class Members:
 
 def is_of_gloo(error: RuntimeError) -> bool:
     """Whether a collective has failed because a rank is gone, or late; and not because of what it was asked."""
-    return any(word in str(error).lower() for word in ("gloo", "connection", "timed out", "process group"))
+    return any(word in str(error).lower() for word in _OF_GLOO)
 
 
 def _say(text: str) -> None:

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_FAILURES = 20  # of the sums of one step
 _OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
@@ -74,7 +75,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         max_restarts: how often each lost rank is started again; one that is lost more often may have a sick device.
         collective_timeout_s: seconds that the sums of a step may wait for a rank before it counts as lost.
         heartbeat_timeout_s: seconds without a message after which the lighthouse takes a rank for lost.
-        straggler_timeout_s: seconds that ranks wait for one which lives and is late, such as one that saves.
+        straggler_timeout_s: seconds that ranks wait for one which lives and is late; more than a checkpoint takes.
         join_timeout_s: seconds in which all ranks have to come in at the start; after that the others begin.
         loss_reduction: how ``training_step`` reduces the losses of a batch: "mean" over its samples, "sum", or a
             function from the batch to its weight.
@@ -532,7 +533,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         members, module = self.members, self._module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
         weight = 0.0 if self.loss_reduction == "sum" else self._weight / self._batches
-        has_met = False
+        has_met, failures = False, 0
         while True:
             begun_s = time.monotonic()
             if members.is_due():
@@ -557,6 +558,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                 )
                 break
             except RuntimeError:
+                failures += 1
+                if failures > _FAILURES:  # it is no loss
+                    raise
                 members.split(begun_s)
         if has_met:
             members.finish_meeting()
