@@ -1,0 +1,166 @@
+"""Local SGD with an outer optimizer, against averages of the gradients in each step, at equal samples.
+
+    python -m benchmarks.outer [--steps 1500] [--every 50] [--seeds 0]
+
+Four ranks of this host train the byte-level language model of ``examples/`` on the documentation that comes with
+Python: loss on text that was not trained on, in nats per byte, and bytes that rank 0 sent through sockets, the end of
+the fit included. Then four emulated hosts, with one rank each and links of 100 Mbit/s, take steps of the GPT of ``bench
+strategies``; the time is a mean, so that it has a share of each average. Ranks share the cores of this host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+
+from benchmarks.heading import heading
+from examples.language_model import ByteGPT, TextData
+from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu.bench.strategies.models import BenchGPT, repeated
+
+_RANKS = 4
+_EVERY = {"average_every": 50}
+_RUNS: dict[str, dict[str, Any]] = {
+    "ring_ddp": {},
+    "compression=int8": {"compression": "int8"},
+    "average_every": _EVERY,
+    "outer_optimizer": {**_EVERY, "outer_optimizer": "nesterov"},
+    "outer_optimizer, int8": {**_EVERY, "outer_optimizer": "nesterov", "compression": "int8"},
+}
+_TIMED = ("ring_ddp", "compression=int8", "outer_optimizer, int8")
+_WARM_UP = 50
+
+
+class Model(ByteGPT):
+    """The language model, with a learning rate that rises for some steps and then falls to a tenth."""
+
+    def __init__(self, num_steps: int) -> None:
+        super().__init__(width=64, num_layers=2, context=64, learning_rate=4e-3)
+        self.num_steps = num_steps
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.learning_rate)
+
+        def factor(step: int) -> float:
+            return min(step / _WARM_UP, 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / self.num_steps)))
+
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Figures(L.Callback):
+    """Rank 0 writes the bytes that it has sent, and the times at which its steps ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.sent_bytes, self.ended_s = path, 0, [0.0]
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.ended_s.append(time.perf_counter())
+        self._count(trainer)
+
+    def _count(self, trainer: L.Trainer) -> None:
+        steps = trainer.strategy.meter.steps  # type: ignore[attr-defined]
+        while steps:
+            self.sent_bytes += steps.popleft().sent_bytes
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        meter = trainer.strategy.meter  # type: ignore[attr-defined]
+        meter.end_step()  # the end of a fit averages too
+        meter.flush()
+        self._count(trainer)
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps({"sent_bytes": self.sent_bytes, "ended_s": self.ended_s}))
+
+
+def fit(model: L.LightningModule, data: Any, path: Path, num_steps: int, strategy: Any, **options: Any) -> Any:
+    """The figures of rank 0."""
+    L.Trainer(
+        strategy=strategy, max_steps=num_steps, max_epochs=-1, callbacks=[Figures(path)], default_root_dir=path.parent,
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0, **options,
+    ).fit(model, data)  # fmt: skip
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def trained(run: str, seed: int, num_steps: int, every: int, folder: Path) -> tuple[float, int]:
+    """The loss on text that was not trained on, and the bytes that rank 0 sent."""
+    L.seed_everything(seed, verbose=False)
+    model, data = Model(num_steps), TextData(context=64)
+    options = {**_RUNS[run], **({"average_every": every} if "average_every" in _RUNS[run] else {})}
+    strategy = RingDDPStrategy(start_method="fork", shared_memory=False, **options)
+    found = fit(model, data, folder / "figures.json", num_steps, strategy, devices=_RANKS)
+    quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    [metrics] = L.Trainer(devices=1, accelerator="cpu", **quiet).validate(model, data, verbose=False)
+    return float(metrics["val_loss"]), int(found["sent_bytes"])
+
+
+def timed(run: str, folder: Path) -> None:
+    """On each host: takes steps, of a whole period where ranks average after several."""
+    every = _RUNS[run].get("average_every", 5)
+    torch.manual_seed(int(os.environ["NODE_RANK"]))
+    model = BenchGPT()
+    data = repeated(model.example_batch(4), 4, 2 * every, _RANKS)
+    fit(model, data, folder / "figures.json", 2 * every, RingDDPStrategy(**_RUNS[run]))
+
+
+def step_times(folder: Path) -> None:
+    print(f"\n{'ms a step, 4 hosts at 100 Mbit/s':36}{'mean':>10}{'MB sent a step':>18}", flush=True)
+    for run in _TIMED:
+        command = [sys.executable, "-m", "lightning_multigpu", "emulate", f"--nodes={_RANKS}", "--devices=1"]
+        command += ["--bandwidth=100mbit", "--burst=16kb", "--", sys.executable, "-m", "benchmarks.outer"]
+        subprocess.run([*command, "--timed", run, "--folder", str(folder)], check=True, capture_output=True)
+        found = json.loads((folder / "figures.json").read_text())
+        ended_s = found["ended_s"]
+        half = len(ended_s) // 2  # the first half is not timed
+        mean_ms = 1e3 * (ended_s[-1] - ended_s[half]) / (len(ended_s) - 1 - half)
+        sent = found["sent_bytes"] / 1e6 / (len(ended_s) - 1)
+        print(f"{run:36}{mean_ms:10.0f}{sent:18.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=1500, help="of each run of the language model (%(default)s)")
+    parser.add_argument("--every", type=int, default=50, help="steps between two averages (%(default)s)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--runs", nargs="+", default=list(_RUNS), choices=list(_RUNS))
+    parser.add_argument("--timed", choices=_TIMED, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives a process more, which spin on cores that are shared
+    torch.set_num_threads(1)
+    if given.timed:
+        timed(given.timed, given.folder)
+        return
+    print(heading())
+    print(f"{_RANKS} ranks, {given.steps} steps, averages after {given.every} steps, seeds {given.seeds}\n")
+    print(f"{'':36}{'loss':>10}{'to ring_ddp':>14}{'MB sent':>10}{'1 / part of ring_ddp':>22}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder, reference = Path(name), (0.0, 0)
+        for run in given.runs:
+            found = [trained(run, seed, given.steps, given.every, folder) for seed in given.seeds]
+            loss, sent = statistics.mean(each[0] for each in found), found[0][1]
+            reference = reference if reference[1] else (loss, sent)
+            part = f"{100 * (loss / reference[0] - 1):+12.2f} %{sent / 1e6:10.2f}{reference[1] / sent:22.1f}"
+            print(f"{run:36}{loss:10.4f}{part}", flush=True)
+        step_times(folder)
+
+
+if __name__ == "__main__":
+    main()
