@@ -1,11 +1,13 @@
 """Local SGD with an outer optimizer, against averages of the gradients in each step, at equal samples.
 
-    python -m benchmarks.outer [--steps 1500] [--every 50] [--seeds 0]
+    python -m benchmarks.outer [--steps 1500] [--start 500] [--every 50] [--seeds 0]
 
 Four ranks of this host train the byte-level language model of ``examples/`` on the documentation that comes with
-Python: loss on text that was not trained on, in nats per byte, and bytes that rank 0 sent through sockets, the end of
-the fit included. Then four emulated hosts, with one rank each and links of 100 Mbit/s, take steps of the GPT of ``bench
-strategies``; the time is a mean, so that it has a share of each average. Ranks share the cores of this host.
+Python. As in the paper, the first steps are those of plain training; then each way goes on from the same checkpoint.
+Shown are the loss on text that was not trained on, in nats per byte, and what rank 0 sent through sockets since then,
+the end of the fit included. Then four emulated hosts, with one rank each and links of 100 Mbit/s, take steps of the MLP
+of ``bench strategies``, 6.3 M parameters; the time is a mean, in which each average has its share. Ranks share the
+cores of this host.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.heading import heading
 from examples.language_model import ByteGPT, TextData
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.bench.strategies.models import BenchGPT, repeated
+from lightning_multigpu.bench.strategies.models import BenchMLP, repeated
 
 _RANKS = 4
 _EVERY = {"average_every": 50}
@@ -41,6 +44,7 @@ _RUNS: dict[str, dict[str, Any]] = {
     "outer_optimizer": {**_EVERY, "outer_optimizer": "nesterov"},
     "outer_optimizer, int8": {**_EVERY, "outer_optimizer": "nesterov", "compression": "int8"},
 }
+_TRAINED = ("ring_ddp", "average_every", "outer_optimizer, int8")
 _TIMED = ("ring_ddp", "compression=int8", "outer_optimizer, int8")
 _WARM_UP = 50
 
@@ -87,34 +91,44 @@ class Figures(L.Callback):
 
 
 def fit(model: L.LightningModule, data: Any, path: Path, num_steps: int, strategy: Any, **options: Any) -> Any:
-    """The figures of rank 0."""
+    """The figures of rank 0; with ``ckpt_path`` they begin there."""
+    start = options.pop("ckpt_path", None)
     L.Trainer(
-        strategy=strategy, max_steps=num_steps, max_epochs=-1, callbacks=[Figures(path)], default_root_dir=path.parent,
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, limit_val_batches=0, num_sanity_val_steps=0, **options,
-    ).fit(model, data)  # fmt: skip
+        strategy=strategy, max_steps=num_steps, max_epochs=-1, default_root_dir=path.parent, accelerator="cpu",
+        logger=False, enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+        num_sanity_val_steps=0, callbacks=[Figures(path), *options.pop("callbacks", [])], **options,
+    ).fit(model, data, ckpt_path=start)  # fmt: skip
     return json.loads(path.read_text()) if path.exists() else None
 
 
-def trained(run: str, seed: int, num_steps: int, every: int, folder: Path) -> tuple[float, int]:
-    """The loss on text that was not trained on, and the bytes that rank 0 sent."""
-    L.seed_everything(seed, verbose=False)
-    model, data = Model(num_steps), TextData(context=64)
-    options = {**_RUNS[run], **({"average_every": every} if "average_every" in _RUNS[run] else {})}
-    strategy = RingDDPStrategy(start_method="fork", shared_memory=False, **options)
-    found = fit(model, data, folder / "figures.json", num_steps, strategy, devices=_RANKS)
+def trained(run: str, given: argparse.Namespace, seed: int, folder: Path) -> tuple[float, int]:
+    """The loss on text that was not trained on, and the bytes that rank 0 sent after the start."""
+    start = folder / f"seed{seed}.ckpt"
+    if given.start and not start.exists():
+        saving = ModelCheckpoint(folder, filename=start.stem, every_n_train_steps=given.start)
+        _fit("ring_ddp", given, seed, folder, given.start, callbacks=[saving])
+    model, data, found = _fit(run, given, seed, folder, given.steps, ckpt_path=start if given.start else None)
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     [metrics] = L.Trainer(devices=1, accelerator="cpu", **quiet).validate(model, data, verbose=False)
     return float(metrics["val_loss"]), int(found["sent_bytes"])
+
+
+def _fit(run: str, given: argparse.Namespace, seed: int, folder: Path, num_steps: int, **options: Any) -> Any:
+    L.seed_everything(seed, verbose=False)
+    model, data = Model(given.steps), TextData(context=64)
+    every = {"average_every": given.every} if "average_every" in _RUNS[run] else {}
+    strategy = RingDDPStrategy(start_method="fork", shared_memory=False, **{**_RUNS[run], **every})
+    options = {"enable_checkpointing": "callbacks" in options, "devices": _RANKS, **options}
+    return model, data, fit(model, data, folder / "figures.json", num_steps, strategy, **options)
 
 
 def timed(run: str, folder: Path) -> None:
     """On each host: takes steps, of a whole period where ranks average after several."""
     every = _RUNS[run].get("average_every", 5)
     torch.manual_seed(int(os.environ["NODE_RANK"]))
-    model = BenchGPT()
-    data = repeated(model.example_batch(4), 4, 2 * every, _RANKS)
-    fit(model, data, folder / "figures.json", 2 * every, RingDDPStrategy(**_RUNS[run]))
+    model = BenchMLP()
+    data = repeated(model.example_batch(64), 64, 2 * every, _RANKS)
+    fit(model, data, folder / "figures.json", 2 * every, RingDDPStrategy(**_RUNS[run]), enable_checkpointing=False)
 
 
 def step_times(folder: Path) -> None:
@@ -134,9 +148,11 @@ def step_times(folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500, help="of each run of the language model (%(default)s)")
+    parser.add_argument("--start", type=int, default=500, help="of these by ring_ddp, before each run (%(default)s)")
     parser.add_argument("--every", type=int, default=50, help="steps between two averages (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--runs", nargs="+", default=list(_RUNS), choices=list(_RUNS))
+    parser.add_argument("--runs", nargs="*", default=_TRAINED, choices=list(_RUNS))
+    parser.add_argument("--no-hosts", action="store_true", help="leave out the time of steps between hosts")
     parser.add_argument("--timed", choices=_TIMED, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -149,17 +165,19 @@ def main() -> None:
         timed(given.timed, given.folder)
         return
     print(heading())
-    print(f"{_RANKS} ranks, {given.steps} steps, averages after {given.every} steps, seeds {given.seeds}\n")
+    print(f"{_RANKS} ranks, seeds {given.seeds}; {given.steps} steps, the first {given.start} by ring_ddp")
+    print(f"averages after {given.every} steps\n")
     print(f"{'':36}{'loss':>10}{'to ring_ddp':>14}{'MB sent':>10}{'1 / part of ring_ddp':>22}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder, reference = Path(name), (0.0, 0)
         for run in given.runs:
-            found = [trained(run, seed, given.steps, given.every, folder) for seed in given.seeds]
+            found = [trained(run, given, seed, folder) for seed in given.seeds]
             loss, sent = statistics.mean(each[0] for each in found), found[0][1]
             reference = reference if reference[1] else (loss, sent)
             part = f"{100 * (loss / reference[0] - 1):+12.2f} %{sent / 1e6:10.2f}{reference[1] / sent:22.1f}"
             print(f"{run:36}{loss:10.4f}{part}", flush=True)
-        step_times(folder)
+        if not given.no_hosts:
+            step_times(folder)
 
 
 if __name__ == "__main__":

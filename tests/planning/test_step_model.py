@@ -107,7 +107,9 @@ class TestDataParallel:
             step("ring_ddp", compression="int8")
 
     def test_weights_that_are_averaged_less_often(self) -> None:
-        assert step("ring_ddp", average_every=4).exposed_s == pytest.approx(1.0)
+        plain, outer = (step("ring_ddp", average_every=4, outer_optimizer=each) for each in (None, "nesterov"))
+        assert plain.exposed_s == outer.exposed_s == pytest.approx(1.0)
+        assert outer.memory.optimizer_bytes == plain.memory.optimizer_bytes + 2 * plain.memory.parameters_bytes
 
     def test_costs_of_the_calibration(self) -> None:
         cost = ReferenceCost(strategy="ring_ddp", world=HOSTS, fixed_s=3.0, scale=2.0, tensor_s=0.5)
