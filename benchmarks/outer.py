@@ -67,19 +67,19 @@ class Model(ByteGPT):
 
 
 class Figures(L.Callback):
-    """Rank 0 writes the bytes that it has sent, and the times at which its steps ended."""
+    """Rank 0 writes when each step ended and what it had sent until then; last of all, what it had sent in the fit."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.sent_bytes, self.ended_s = path, 0, [0.0]
+        self.path, self.sent_bytes, self.ended = path, 0, list[tuple[float, int]]()
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
-        self.ended_s.append(time.perf_counter())
         self._count(trainer)
 
     def _count(self, trainer: L.Trainer) -> None:
         steps = trainer.strategy.meter.steps  # type: ignore[attr-defined]
         while steps:
             self.sent_bytes += steps.popleft().sent_bytes
+        self.ended.append((time.perf_counter(), self.sent_bytes))
 
     def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         meter = trainer.strategy.meter  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ class Figures(L.Callback):
         meter.flush()
         self._count(trainer)
         if trainer.is_global_zero:
-            self.path.write_text(json.dumps({"sent_bytes": self.sent_bytes, "ended_s": self.ended_s}))
+            self.path.write_text(json.dumps(self.ended))
 
 
 def fit(model: L.LightningModule, data: Any, path: Path, num_steps: int, strategy: Any, **options: Any) -> Any:
@@ -110,7 +110,7 @@ def trained(run: str, given: argparse.Namespace, seed: int, folder: Path) -> tup
     model, data, found = _fit(run, given, seed, folder, given.steps, ckpt_path=start if given.start else None)
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     [metrics] = L.Trainer(devices=1, accelerator="cpu", **quiet).validate(model, data, verbose=False)
-    return float(metrics["val_loss"]), int(found["sent_bytes"])
+    return float(metrics["val_loss"]), int(found[-1][1])
 
 
 def _fit(run: str, given: argparse.Namespace, seed: int, folder: Path, num_steps: int, **options: Any) -> Any:
@@ -137,12 +137,10 @@ def step_times(folder: Path) -> None:
         command = [sys.executable, "-m", "lightning_multigpu", "emulate", f"--nodes={_RANKS}", "--devices=1"]
         command += ["--bandwidth=100mbit", "--burst=16kb", "--", sys.executable, "-m", "benchmarks.outer"]
         subprocess.run([*command, "--timed", run, "--folder", str(folder)], check=True, capture_output=True)
-        found = json.loads((folder / "figures.json").read_text())
-        ended_s = found["ended_s"]
-        half = len(ended_s) // 2  # the first half is not timed
-        mean_ms = 1e3 * (ended_s[-1] - ended_s[half]) / (len(ended_s) - 1 - half)
-        sent = found["sent_bytes"] / 1e6 / (len(ended_s) - 1)
-        print(f"{run:36}{mean_ms:10.0f}{sent:18.2f}", flush=True)
+        *ended, _ = json.loads((folder / "figures.json").read_text())
+        half = len(ended) // 2  # the steps before this one are not timed
+        seconds, sent = ((end - begin) / half for begin, end in zip(ended[half - 1], ended[-1], strict=True))
+        print(f"{run:36}{1e3 * seconds:10.0f}{sent / 1e6:18.2f}", flush=True)
 
 
 def main() -> None:

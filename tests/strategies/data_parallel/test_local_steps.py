@@ -211,6 +211,16 @@ def test_an_outer_optimizer_steps_with_the_mean_change_and_resumes(world2: World
     assert on_one_device.global_step == 8
 
 
+def test_an_outer_optimizer_steps_on_one_rank_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "NODE_RANK"):  # which the strategy sets
+        monkeypatch.setenv(name, "0")
+    case, recorder, module = Case(num_samples=61, max_epochs=1), Recorder(), Classifier()
+    strategy = make_strategy("ring_ddp", average_every=EVERY, outer_optimizer="nesterov")
+    fit_module(module, strategy, 1, case, train_loader(case, 1), callbacks=[Halves(), recorder])
+    dist.destroy_process_group()
+    assert_close(state(module), by_hand([recorder.batches], {3, 6, 8}, OUTER)[0])
+
+
 def two_moments() -> list[Tensor]:
     """Two parameters; rank 1 has no state of the second one."""
     init_group()
