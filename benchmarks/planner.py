@@ -235,17 +235,21 @@ def _measured_apart(name: str, bandwidth: str, world: World, options: argparse.N
 
 
 def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | None:
-    """Median steps of an optimizer step and memory, by strategy; None on hosts but the first."""
+    """Median steps of an optimizer step and memory, by strategy; None on hosts but the first.
+
+    All strategies take turns, each between two of the step without communication. "at_pace_s" is the median of the
+    ratios to that, times its median: what minutes in which the machine is slower do not change.
+    """
     folder = Path(tempfile.gettempdir()).absolute() / "planner_memory"  # that hosts share
     subject = Subject(name, partial(_counting, name, folder), MODELS[name][1])
     memory: list[dict[str, int]] = []
     with HostAgents(placement(world.devices, world.nodes), threads=1) as hosts:
         others = ONE_HOST if world.nodes == 1 else HOSTS
         rows, texts = [], [NO_COMMUNICATION, *others[:4], NO_COMMUNICATION, *others[4:]]
-        for text in texts:
+        for text in texts * repetitions:
             k = ACCUMULATED if text.endswith("x4") else 1
             plan = StrategyPlan(
-                subject=replace(subject, accumulate=k), device_type="cpu", repetitions=repetitions,
+                subject=replace(subject, accumulate=k), device_type="cpu", repetitions=1,
                 steps=ACCUMULATED, warm_up=k, timeout_s=300.0,
             )  # fmt: skip
             none = text == NO_COMMUNICATION
@@ -257,18 +261,26 @@ def _measured(name: str, world: World, repetitions: int) -> dict[str, Any] | Non
             memory.append(max(ranks, key=lambda kinds: sum(kinds.values()), default={}))
         if not hosts.prints:
             return None
+    turns = [rows[i : i + len(texts)] for i in range(0, len(rows), len(texts))]
+    paces_s = [
+        statistics.fmean(s for row in turn if row.label == NO_COMMUNICATION for s in row.rank_medians_s)
+        for turn in turns
+    ]
+    pace_s = statistics.median(paces_s)
     found: dict[str, Any] = {}
-    alone = [row for row in rows if row.label == NO_COMMUNICATION]
-    mean_s = statistics.fmean(seconds for row in alone for seconds in row.rank_medians_s)
-    for text, row, held in zip(texts, rows, memory, strict=True):
-        if row.step_s is None:
-            found[text] = {"reason": row.reason}
+    for place, text in enumerate(texts):
+        own = [turn[place] for turn in turns]
+        if reasons := [row.reason for row in own if row.step_s is None]:
+            found[text] = {"reason": reasons[0]}
             continue
         k = ACCUMULATED if text.endswith("x4") else 1
-        groups = [sum(row.seconds[i : i + k]) for i in range(0, len(row.seconds) - k + 1, k)]
+        steps_s = [
+            statistics.median(sum(row.seconds[i : i + k]) for i in range(0, len(row.seconds) - k + 1, k)) for row in own
+        ]
+        ratios = [step_s / turn_s for step_s, turn_s in zip(steps_s, paces_s, strict=True)]
         found[text] = {
-            "step_s": statistics.median(groups), "mean_s": mean_s,
-            "samples_per_s": row.samples_per_s, "memory": held,
+            "step_s": statistics.median(steps_s), "mean_s": pace_s, "at_pace_s": statistics.median(ratios) * pace_s,
+            "memory": memory[place],
         }  # fmt: skip
     return found
 
@@ -317,12 +329,12 @@ def _report(folder: Path) -> list[dict[str, Any]]:
     by_strategy: dict[str, list[tuple[float, float]]] = {}
     memory: list[float] = []
     inside = 0
-    print("# paced: the error with the model's step alone as it was during the measurement, minutes later")
+    print("# paced: the error of the ratio to the model's step without communication, both measured in turns")
     print(f"\n{'model':9} {'world':13} {'strategy':34} {'predicted':>10} {'measured':>10}   error   paced  memory")
     for row in done:
         measured = row["measured"]
         error = row["step_s"] / measured["step_s"] - 1
-        paced = row["paced_s"] / measured["step_s"] - 1
+        paced = row["paced_s"] / measured["at_pace_s"] - 1
         by_strategy.setdefault(row["strategy"], []).append((abs(error), abs(paced)))
         inside += row["interval_s"][0] <= measured["step_s"] <= row["interval_s"][1]
         held = sum(row["memory"].values()) / max(1, sum(measured["memory"].values())) - 1

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -57,9 +58,10 @@ class OwnedPart:
 
         Parameters of other owners are left out.
         """
-        for parameter in parameters:
-            if parameter in self.pieces and (owned := self.pieces[parameter])[0] is not parameter:
-                owned[0].copy_(elements(parameter, owned[1]))
+        owned = [(parameter, *self.pieces[parameter]) for parameter in parameters if parameter in self.pieces]
+        apart = [(value, elements(parameter, piece)) for parameter, value, piece in owned if value is not parameter]
+        if apart:
+            torch._foreach_copy_([value for value, _ in apart], [weights for _, weights in apart])
 
     def update(self, held: Groups, gradients: Mapping[Parameter, Tensor], **options: Any) -> None:
         """The optimizer's own step with these pieces of each group, and without hooks of the step.

@@ -63,7 +63,7 @@ def as_dense(gradient: Tensor, optimizer: Optimizer) -> Tensor:
             f"{type(optimizer).__name__} has sparse gradients, which owners update as dense ones, in all rows: use "
             "SGD or Adagrad, sparse=False with Adam, or strategy='ring_ddp'"
         )
-    return gradient.to_dense()
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
 
 
 class Piece(NamedTuple):

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
 from math import inf
 from multiprocessing.connection import Connection
+from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
@@ -33,12 +36,14 @@ from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.planning.scaling.machine import QUIET
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 from lightning_multigpu.report.document import RunDocument
+from lightning_multigpu.report.rank_figures import RankFigures
 from lightning_multigpu.report.schema import ReportError, from_json
 from lightning_multigpu.strategies.pipeline.pipeline_options import PipelineOptions
 from lightning_multigpu.strategies.steps.dry_run import traceless, unlogged_loss
 
 _TIMEOUT_S = 600.0
-_ACTIVE = timedelta(seconds=3)
+_ACTIVE = _BARE = timedelta(seconds=2)
+_FEWEST = 5
 _ATTEMPTS = 3
 _OURS = ("ProfilerReport.", "ThroughputMonitor.", "CommunicationMonitor.", "DeviceUtilizationMonitor.")
 _SETTINGS: dict[str, Any] = {
@@ -74,13 +79,23 @@ class PlannedModule:
 
 @dataclass(frozen=True)
 class ShortRun:
-    """A profile; operation and bytes of each collective in which parts of layers would take part in a batch; and the
-    share that other processes took.
+    """A profile; operation and bytes of each collective in which parts of layers would take part in a batch; the share
+    that other processes took; and the step after the profile, 0 if it is not known.
     """
 
     document: RunDocument
     collectives: Sequence[tuple[str, int]] = ()
     others: float = 0.0
+    bare_step_s: float = 0.0
+
+    @property
+    def phases(self) -> Phases:
+        """The step of one batch, as long as without the profile's records."""
+        assert self.document.profile is not None
+        [rank] = self.document.profile.ranks
+        profiled_s, ours_s = sum(rank.phases_s.values()), _ours_s(rank)
+        bare_s = (self.bare_step_s or profiled_s) - ours_s
+        return phases_of(self.document).times(bare_s / (profiled_s - ours_s))
 
 
 def measured_model(
@@ -115,12 +130,12 @@ def measured_model(
         return best
 
     whole = quiet("the whole model, and its layers one by one")
-    alone = phases_of(whole.document)
+    alone = whole.phases
     slowdown: dict[int, float] = {}
     held, activations = _memory(whole.document)
     for crowd in crowds if held.total + activations <= limit_bytes else ():
         try:
-            beside = phases_of(quiet(f"the model beside {crowd - 1} others", copies=crowd).document)
+            beside = quiet(f"the model beside {crowd - 1} others", copies=crowd).phases
         except ShortRunError:  # the model alone has trained: its copies do not fit
             continue
         seconds = [phases.forward_s + phases.backward_s for phases in (beside, alone)]
@@ -134,17 +149,18 @@ def measured_model(
             refused[f"tensor_split on {size} ranks"] = str(error)
         else:
             held, activations = _memory(part.document)
-            phases = phases_of(part.document)
             splits[size] = SplitPart(
-                phases=phases, collectives=part.collectives, held=held, activations_bytes=activations
+                phases=part.phases, collectives=part.collectives, held=held, activations_bytes=activations
             )
     return model_of(
-        whole.document, splits=splits, refused=refused, slowdown=slowdown, disturbed=max(disturbed),
+        whole.document, phases=alone, splits=splits, refused=refused, slowdown=slowdown, disturbed=max(disturbed),
         divides_batch=bool(subject.of_batches),
     )  # fmt: skip
 
 
-def model_of(document: RunDocument, *, refused: Mapping[str, str], **further: Any) -> ModelProfile:
+def model_of(
+    document: RunDocument, *, refused: Mapping[str, str], phases: Phases | None = None, **further: Any
+) -> ModelProfile:
     """The model of a profile of one device, with further fields of :class:`.ModelProfile`.
 
     Raises:
@@ -163,7 +179,7 @@ def model_of(document: RunDocument, *, refused: Mapping[str, str], **further: An
         held=held,
         activations_bytes=activations,
         gradients=model.gradients or [(held.gradients_bytes, 1.0)],
-        phases=phases_of(document),
+        phases=phases or phases_of(document),
         chain=model.chain,
         refused={**({"pipelines": model.refused} if model.refused else {}), **refused},
         **further,
@@ -174,15 +190,19 @@ def phases_of(document: RunDocument) -> Phases:
     """The step of one batch; callbacks of the profile itself do not count."""
     assert document.profile is not None
     [rank] = document.profile.ranks
-    ours_s = sum(seconds for name, seconds in rank.callbacks_s.items() if name.startswith(_OURS))
     return Phases(
         forward_s=rank.of("forward") / rank.batches,
         backward_s=(rank.of("backward") - (rank.batches - 1) * rank.adding_s) / rank.batches,
         optimizer_s=rank.of("optimizer"),
         input_s=rank.of("data_wait", "device_transfer") / rank.batches,
         adding_s=rank.adding_s,
-        other_s=max(0.0, rank.of("callbacks", "other") - ours_s) / rank.batches,
+        other_s=max(0.0, rank.of("callbacks", "other") - _ours_s(rank)) / rank.batches,
     )
+
+
+def _ours_s(rank: RankFigures) -> float:
+    """Seconds of a step in the profile's own callbacks."""
+    return sum(seconds for name, seconds in rank.callbacks_s.items() if name.startswith(_OURS))
 
 
 def _memory(document: RunDocument) -> tuple[HeldBytes, int]:
@@ -226,8 +246,8 @@ def short_run(subject: PlannedModule, num_ranks: int = 1, copies: int = 1) -> Sh
             process.join()
     if isinstance(answer, str):
         raise ShortRunError(answer)
-    report, collectives = answer
-    return ShortRun(from_json(RunDocument, report), collectives, others)
+    report, collectives, bare_step_s = answer
+    return ShortRun(from_json(RunDocument, report), collectives, others, bare_step_s)
 
 
 def _answer(connection: Connection) -> Any:
@@ -248,8 +268,9 @@ def _train(subject: PlannedModule, num_ranks: int, is_alone: bool, connection: C
     )  # fmt: skip
     report.pipeline_options = subject.pipeline_options
     strategy = OneDevice(subject.device) if is_whole else FirstPart(subject.device, num_ranks)
+    end = _End(report)
     own = {
-        "strategy": strategy, "callbacks": [*subject.of_batches, *([report, _End(report)] if connection else [])],
+        "strategy": strategy, "callbacks": [*subject.of_batches, *([report, end] if connection else [])],
         "accumulate_grad_batches": 1 + subject.module.automatic_optimization,
     }  # fmt: skip
     answer: Any = "the training loader has no batch to measure; see to it that fit would train on one device (data, "
@@ -258,7 +279,7 @@ def _train(subject: PlannedModule, num_ranks: int, is_alone: bool, connection: C
         trainer = pl.Trainer(**{**subject.trainer_settings, **_SETTINGS, **own})
         trainer.fit(subject.module, datamodule=subject.datamodule)
         if report.report is not None and "profile" in report.report:
-            answer = report.report, strategy.collectives
+            answer = report.report, strategy.collectives, end.bare_step_s
     except BaseException as error:
         traceback.print_exc()
         answer = str(error) if isinstance(error, ShortRunError) else f"{type(error).__name__}: {error}"
@@ -269,14 +290,25 @@ def _train(subject: PlannedModule, num_ranks: int, is_alone: bool, connection: C
 
 
 class _End(pl.Callback):
-    """Ends the run when its profile is complete."""
+    """Ends the run some steps after its profile is complete: those are as long as without it."""
 
     def __init__(self, report: ProfilerReport) -> None:
         self._report = report
+        self._step = 0
+        self._ends_s: list[float] = []
+
+    @property
+    def bare_step_s(self) -> float:
+        return median(end_s - start_s for start_s, end_s in pairwise(self._ends_s)) if self._ends_s[1:] else 0.0
 
     @override
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any, **kwargs: Any) -> None:
-        trainer.should_stop = self._report.is_over
+        if self._report.is_over and trainer.global_step != self._step:
+            self._ends_s.append(time.perf_counter())
+            trainer.should_stop = (
+                len(self._ends_s) > _FEWEST and self._ends_s[-1] - self._ends_s[0] > _BARE.total_seconds()
+            )
+        self._step = trainer.global_step
 
 
 class _Endless:

@@ -15,7 +15,6 @@ J. Ren et al., "ZeRO-Offload", USENIX ATC 2021, for the update on the host in on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,27 +28,29 @@ from lightning_multigpu.communication.tensors import alike, marks_of
 from lightning_multigpu.engine.optimizer_state import StateElsewhere
 from lightning_multigpu.placement.owned_part import OwnedPart, clip
 from lightning_multigpu.placement.owned_step import Update, call_on_gradient
-from lightning_multigpu.placement.table import Layout, Piece, as_dense, elements, joined_state, placed, split_of
+from lightning_multigpu.placement.table import Layout, as_dense, elements, joined_state, placed, split_of
 
 
-@dataclass(frozen=True)
 class _Flat:
-    """Parameters of one dtype, with room on the host for their gradients and for new weights."""
+    """Parameters of one dtype, with room on the host for their gradients and for new weights.
 
-    parameters: list[Parameter]
-    layout: Layout
-    gradients: Tensor
-    weights: Tensor
-    pieces: list[Piece]
-    present: list[bool] = field(default_factory=list)
+    Attributes:
+        pieces: what is in this rank's part; each has its gradient in ``own_gradients``.
+        gradient_of, weight_of: the places of each parameter, in its shape.
+        present: which parameters have a gradient on some rank.
+    """
 
-    def whole(self, flat: Tensor, number: int) -> Tensor:
-        """The place of a parameter's gradient, or of its weight, in the parameter's shape."""
-        return placed(flat, self.layout.whole(number), self.parameters[number])
-
-    def own_gradient(self, piece: Piece) -> Tensor:
-        """The place of a piece's gradient, in its shape."""
-        return placed(self.gradients, piece, self.parameters[piece.number])
+    def __init__(
+        self, parameters: list[Parameter], layout: Layout, rank: int, reserve: Callable[[int, torch.dtype], Tensor]
+    ) -> None:
+        self.parameters, self.layout, self.pieces = parameters, layout, layout.pieces(rank)
+        self.gradients, self.weights = (reserve(layout.total, parameters[0].dtype) for _ in range(2))
+        self.gradient_of, self.weight_of = (
+            [placed(flat, layout.whole(number), parameter) for number, parameter in enumerate(parameters)]
+            for flat in (self.gradients, self.weights)
+        )
+        self.own_gradients = [placed(self.gradients, piece, parameters[piece.number]) for piece in self.pieces]
+        self.present: list[bool] = []
 
 
 class HostTransport:
@@ -92,17 +93,16 @@ class HostTransport:
         """Reserves memory on the host for new parameters."""
         for parameters in alike(new):
             layout = Layout([parameter.numel() for parameter in parameters], self._ranks.world_size, self._split)
-            dtype = parameters[0].dtype
-            gradients, weights = (self._reserve(layout.total, dtype) for _ in range(2))
-            flat = _Flat(parameters, layout, gradients, weights, layout.pieces(self._ranks.rank))  # type: ignore[arg-type]
+            flat = _Flat(parameters, layout, self._ranks.rank, self._reserve)  # type: ignore[arg-type]
             self._flats.append(flat)
             for piece in flat.pieces:
                 parameter = flat.parameters[piece.number]
-                self.part.pieces[parameter] = Parameter(placed(weights, piece, parameter), requires_grad=False), piece
+                weights = Parameter(placed(flat.weights, piece, parameter), requires_grad=False)
+                self.part.pieces[parameter] = weights, piece
                 self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one
-            for number, parameter in enumerate(flat.parameters):
+            for parameter, place in zip(flat.parameters, flat.gradient_of, strict=True):
                 if parameter.is_cuda:
-                    self._copies.follow(parameter, flat.whole(gradients, number), lambda: self.pushes_early)
+                    self._copies.follow(parameter, place, lambda: self.pushes_early)
 
     def step(self, update: Update) -> None:
         """Push gradients, update this rank's part, pull all weights."""
@@ -115,18 +115,17 @@ class HostTransport:
                     self._push(flat)
                     self._ranks.reduce_scatter(flat.gradients, average=True, bounds=flat.layout.bounds)
         gradients: dict[Parameter, Tensor] = {}
-        own = [(flat, piece, flat.own_gradient(piece)) for flat in flats for piece in flat.pieces]
-        own = [found for found in own if found[0].present[found[1].number]]
-        clip((gradient for _, _, gradient in own), update.clip_value, update.clip_norm, self._ranks)
-        for flat, piece, gradient in own:
-            gradients[self.part.pieces[flat.parameters[piece.number]][0]] = gradient
+        for flat in flats:
+            for piece, gradient in zip(flat.pieces, flat.own_gradients, strict=True):
+                if flat.present[piece.number]:
+                    gradients[self.part.pieces[flat.parameters[piece.number]][0]] = gradient
+        clip(gradients.values(), update.clip_value, update.clip_norm, self._ranks)
         self.part.read(parameter for flat in flats for parameter in flat.parameters)
         self.part.update(self.part.held(), gradients, **update.options)
         for flat in flats:
             with self._metered("pull", flat):
                 self._ranks.all_gather(flat.weights, bounds=flat.layout.bounds)
-                for number, parameter in enumerate(flat.parameters):
-                    parameter.copy_(flat.whole(flat.weights, number), non_blocking=True)
+                torch._foreach_copy_(flat.parameters, flat.weight_of, non_blocking=True)  # type: ignore[arg-type]
 
     def _present(self, update: Update) -> list[_Flat]:
         """The flats that have a gradient on some rank; notes which of their parameters have one."""
@@ -148,20 +147,23 @@ class HostTransport:
 
     def _push(self, flat: _Flat) -> None:
         """Copies this rank's gradients to the host; zeros where it has none and another rank has one."""
-        for number, parameter in enumerate(flat.parameters):
-            place, gradient = flat.whole(flat.gradients, number), parameter.grad
-            if gradient is None:
+        places, gradients = [], []
+        for parameter, place in zip(flat.parameters, flat.gradient_of, strict=True):
+            if parameter.grad is None:
                 place.zero_()
             elif not self._copies.has(parameter):
-                place.copy_(as_dense(gradient, self._optimizer), non_blocking=True)
+                places.append(place)
+                gradients.append(as_dense(parameter.grad, self._optimizer))
+        if places:
+            torch._foreach_copy_(places, gradients, non_blocking=True)
         self._await_device(flat)
 
     def _take_own(self, flat: _Flat) -> None:
         """Copies this rank's part of gradients that are the same on all ranks."""
-        for piece in flat.pieces:
+        for piece, place in zip(flat.pieces, flat.own_gradients, strict=True):
             gradient = flat.parameters[piece.number].grad
             if gradient is not None:
-                flat.own_gradient(piece).copy_(elements(as_dense(gradient, self._optimizer), piece), non_blocking=True)
+                place.copy_(elements(as_dense(gradient, self._optimizer), piece), non_blocking=True)
         self._await_device(flat)
 
     def _await_device(self, flat: _Flat) -> None:

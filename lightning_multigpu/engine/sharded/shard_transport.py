@@ -104,9 +104,10 @@ class ShardTransport:
             under_way.append((bucket.members, self._parts.gather(bucket, flat)))
         since = meter.mark(on_stream=any(members[0].is_cuda for members, _ in under_way))
         for members, wait in under_way:
-            for parameter, value in zip(members, split(wait(), members), strict=True):
-                if self.shards.owners[parameter] != rank:
-                    parameter.copy_(value)
+            pairs = zip(members, split(wait(), members), strict=True)
+            news = [(parameter, value) for parameter, value in pairs if self.shards.owners[parameter] != rank]
+            if news:
+                torch._foreach_copy_([parameter for parameter, _ in news], [value for _, value in news])
         meter.waited(since)
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,9 +64,9 @@ class ShardedGradients:
         self._order = [*reversed(self._names)]
         self._owners, self._group, self._parts, self._bucket_bytes = owners, group, parts, bucket_bytes
         self._find_unused, self._shows_all = find_unused, shows_all
-        self._hooks = [call_on_gradient(p, self._gradient_is_ready) for p in self._order]
+        self._hooks = [call_on_gradient(p, partial(self._gradient_is_ready, at)) for at, p in enumerate(self._order)]
         # In the present backward pass:
-        self._ready: set[Tensor] = set()
+        self._is_ready = bytearray(len(self._order))  # by place in the order
         self._num_sent = 0
         self._filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
         self._filled_bytes: dict[tuple[torch.dtype, torch.device], list[int]] = {}  # by owner
@@ -108,15 +109,18 @@ class ShardedGradients:
         if self._find_unused:
             self._send_agreed()
         elif self._num_sent < len(self._order):
-            raise unused_error([self._names[p] for p in self._order if p not in self._ready], "ShardedStrategy")
+            raise unused_error(
+                [self._names[p] for p, ready in zip(self._order, self._is_ready, strict=True) if not ready],
+                "ShardedStrategy",
+            )
         for parameters in self._filling.values():
             self._reduce(parameters)
         averaged = [*self._settle()]
         for parameter, gradient in self._aside.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
         self._averaged = [*dict.fromkeys([*averaged, *self._aside])]
-        self._num_sent = 0
-        for each in (self._aside, self._ready, self._filling, self._filled_bytes, self._under_way, self._sparse):
+        self._num_sent, self._is_ready = 0, bytearray(len(self._order))
+        for each in (self._aside, self._filling, self._filled_bytes, self._under_way, self._sparse):
             each.clear()
 
     def close(self) -> None:
@@ -124,19 +128,18 @@ class ShardedGradients:
         for hook in self._hooks:
             hook.remove()
 
-    @torch.no_grad()
-    def _gradient_is_ready(self, parameter: Any) -> None:
+    def _gradient_is_ready(self, place: int, parameter: Any) -> None:
         if self.accumulates or self._find_unused:
             return
-        if parameter in self._ready:
+        if self._is_ready[place]:
             raise RuntimeError(
                 f"backward has come to {self._names[parameter]} twice, after its gradient was sent: backward is called "
                 "twice in a step, or layers that share parameters are checkpointed with use_reentrant=True. Call it "
                 "once, for the sum of the losses, pass use_reentrant=False, or use "
                 "ShardedStrategy(find_unused_parameters=True)"
             )
-        self._ready.add(parameter)
-        while self._num_sent < len(self._order) and self._order[self._num_sent] in self._ready:
+        self._is_ready[place] = True
+        while self._num_sent < len(self._order) and self._is_ready[self._num_sent]:
             self._send(self._order[self._num_sent])
             self._num_sent += 1
 
@@ -165,10 +168,13 @@ class ShardedGradients:
             self._reduce(self._filling.pop(kind))
             del self._filled_bytes[kind]
 
+    @torch.no_grad()
     def _reduce(self, parameters: Sequence[Parameter]) -> None:
         """Begins to average gradients on their owners, or on all ranks."""
         bucket = self._parts.bucket(parameters, self._owners)
-        flat = torch.cat([p.grad.to_dense().reshape(-1) for p in bucket.members if p.grad is not None])
+        gradients = [p.grad for p in bucket.members if p.grad is not None]
+        flat = torch.cat([(each.to_dense() if each.is_sparse else each).reshape(-1) for each in gradients])
+        del gradients
         for parameter in bucket.members:
             parameter.grad = None
         self._under_way.append((bucket, self._parts.reduce(bucket, flat, to_all=self._shows_all)))
