@@ -131,7 +131,7 @@ class Pushed(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-PUSH = torch.tensor([127.0, 0.3, -0.2] * 4)
+PUSH = torch.tensor([127.0, 0.37, -0.23] * 4)
 
 
 @as_hosts()
@@ -149,7 +149,7 @@ def test_what_is_not_sent_of_changes_is_kept(world4: World, tmp_path: Path) -> N
     first, *others = world4.run(push, str(tmp_path / "it.ckpt"))
     given = -20 * 2.5 * PUSH
     scale = 2 * 3.5 * 127 / 127  # of the changes of the second host
-    assert 0 < (first - given).abs().max() < scale < given[2].abs()
+    assert 0.5 < (first - given).abs().max() < scale < given[2].abs()
     assert all(torch.equal(first, other) for other in others)
     kept = torch.load(tmp_path / "it.ckpt", weights_only=True)["outer_optimizer"]["errors"]["weight"]
     torch.testing.assert_close(first - kept, given, rtol=1e-4, atol=1e-3)
