@@ -9,7 +9,7 @@ with the weights follows J. Wang et al., "SlowMo", ICLR 2020, section 2.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -102,7 +102,7 @@ class ModelAverager:
         self._average = average
         self.outer = outer
         self.steps_alone = 0
-        self._states_differ = False
+        self._own_states_on: torch.device | None = None  # None if no rank has optimizer state of its own
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Called before a step, with an outer optimizer."""
@@ -131,14 +131,14 @@ class ModelAverager:
             self._average_all(parameters, optimizers, parameters[0].device)
         else:
             self._average_all(self.outer.step(parameters), (), parameters[0].device)
-            self._states_differ = True
+            self._own_states_on = parameters[0].device
         return True
 
-    def average_states(self, optimizers: Sequence[Optimizer]) -> None:
+    def average_states(self, optimizers: Iterable[Optimizer]) -> None:
         """Averages the optimizer state that ranks have kept for themselves, as a checkpoint needs it; a collective."""
-        if self._states_differ:
-            self._states_differ = False
-            self._average_all((), optimizers, optimizers[0].param_groups[0]["params"][0].device)
+        if self._own_states_on is not None:
+            device, self._own_states_on = self._own_states_on, None
+            self._average_all((), optimizers, device)
 
     @torch.no_grad()
     def _average_all(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer], device: torch.device) -> None:
