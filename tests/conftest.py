@@ -112,13 +112,11 @@ def ranks4() -> Iterator[World]:
 
 @pytest.fixture
 def world2(ranks2: World) -> World:
-    """Two ranks."""
     return ranks2
 
 
 @pytest.fixture
 def world4(ranks4: World) -> World:
-    """Four ranks."""
     return ranks4
 
 

@@ -26,18 +26,12 @@ COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "barrier", "recv")
 
 
 class FakeGPU:
-    """The streams of one device: the time at which each has done all that it was given.
-
-    Attributes:
-        now_s: the host's clock.
-        collective_s: seconds that each collective takes on NCCL's stream.
-        waits: how often the host has waited for the device.
-    """
+    """The streams of one device: the time at which each has done all that it was given."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s = 0.0  # the host's clock
         self.collective_s = 1.0
-        self.waits = 0
+        self.waits = 0  # of the host for the device
         self.stream = "compute"
         self._ends: dict[str, float] = {}
 
@@ -97,8 +91,6 @@ class Work:
 
 
 class Event:
-    """``torch.cuda.Event``."""
-
     gpu: FakeGPU
     device = DEVICE
 

@@ -54,12 +54,7 @@ class ProcessState:
 
     @classmethod
     def take(cls, *, ignored_children: Collection[int] = (), with_files: bool = True) -> ProcessState:
-        """Photographs this process.
-
-        Args:
-            ignored_children: process ids that belong to the tests themselves, with all that they start.
-            with_files: open files and sockets too; not useful where a test runner holds files of its own.
-        """
+        """Photographs this process. Ignored children belong to the tests, and so do the files of a test runner."""
         return cls(
             environment={k: v for k, v in os.environ.items() if k not in _ENVIRONMENT_THAT_MAY_CHANGE},
             directory=os.getcwd(),

@@ -68,11 +68,7 @@ class _Request:
 class Process(subprocess.Popen[Any]):
     """``Popen`` for a command that starts with ``sys.executable`` and ``-m``, ``-c`` or the path of a script.
 
-    Args:
-        command: program and arguments.
-        own_terminal: standard input, a terminal, becomes that of the new session.
-        namespace: the process whose network and mounts it gets, that of an emulated host.
-        options: of ``Popen``: streams, ``env``, ``cwd``, ``text``, ``pass_fds``, ``start_new_session``.
+    Standard input can be its own terminal; its network and mounts are those of the process ``namespace``.
     """
 
     def __init__(

@@ -27,13 +27,11 @@ RING, PLAN, FIT, SYNC, ASYNC, *_ = COMMANDS
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A directory to run commands in, as in the checkout's root."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     return tmp_path
 
 
 def run(directory: Path, command: list[str], *few: str) -> str:
-    """Standard output of a command with further options."""
     python, *parts = itertools.chain(*([sys.executable, *PROGRAMS[w]] if w in PROGRAMS else [w] for w in command))
     assert python == sys.executable
     return documents.run(directory, *parts, *few, OMP_NUM_THREADS="1")

@@ -79,7 +79,6 @@ def imported(path: Path) -> list[str]:
 
 
 def own_classes(strategy: type) -> list[type]:
-    """A strategy and its bases in this pack."""
     return [each for each in strategy.__mro__ if each.__module__.startswith(f"{_OURS}.")]
 
 

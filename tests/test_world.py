@@ -113,35 +113,17 @@ def test_what_a_call_leaves_behind_fails_it(own_world: World) -> None:
     assert "file left in the working directory: left.txt" in str(caught.value)
 
 
-@contextlib.contextmanager
-def left(kind: str) -> Iterator[None]:
-    """What a test may leave behind; what nobody can put back is taken away at the end of the block."""
-    with contextlib.ExitStack() as stack:
-        if kind == "variable":
-            os.environ["LEFT"] = "1"
-        elif kind == "handler":
-            signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        elif kind == "child":
-            process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
-            stack.callback(process.kill)
-        else:
-            stack.callback(os.close, os.open("/etc/passwd", os.O_RDONLY))
-        yield
-
-
-@pytest.mark.parametrize(
-    ("kind", "text"),
-    [
-        ("variable", "environment: LEFT='1' was added"),
-        ("handler", "signal SIGUSR1: handler is now"),
-        ("child", "child process"),
-        ("file", "is open: /etc/passwd"),
-    ],
-)
-def test_each_kind_is_seen_once_and_can_be_put_back(kind: str, text: str) -> None:
+def test_each_kind_is_seen_once_and_can_be_put_back() -> None:
     before = ProcessState.take()
-    with left(kind):
-        (leak,) = leaks_since(before, patience_s=0)
-        assert text in leak
+    with contextlib.ExitStack() as stack:
+        os.environ["LEFT"] = "1"
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        process = stack.enter_context(subprocess.Popen(["sleep", "60"]))
+        stack.callback(process.kill)
+        stack.callback(os.close, os.open("/etc/passwd", os.O_RDONLY))
+        leaks = leaks_since(before, patience_s=0)
+    texts = ("environment: LEFT='1' was added", "signal SIGUSR1: handler is", "child process", "is open: /etc/passwd")
+    assert len(leaks) == len(texts)
+    assert all(text in leak for leak, text in zip(leaks, texts, strict=True))
     before.restore()
     assert leaks_since(before) == []

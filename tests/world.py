@@ -30,7 +30,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,11 +75,8 @@ class World:
     """``num_ranks`` processes that run functions together.
 
     The processes start at the first :meth:`run`. After a failure they are killed, since the others may hang in a
-    collective that the failed one never joined, and new ones start with the next call.
-
-    Args:
-        num_ranks: processes.
-        may_leak: whether a call may leave something behind in its process, as a GPU's driver does.
+    collective that the failed one never joined, and new ones start with the next call. If they ``may_leak``, a call may
+    leave something behind in its process, as a GPU's driver does.
     """
 
     def __init__(self, num_ranks: int, *, may_leak: bool = False) -> None:
@@ -106,16 +103,8 @@ class World:
                 that raised first, with that rank's traceback as a note.
             LeakError: the function returned everywhere, but left something behind.
         """
-        directory = self._begin(function, args, kwargs)
-        try:
+        with self._call(function, args, kwargs):
             answers = self._receive_all("result", timeout_s)
-            self._send_all(("clean up",))
-            leaks = self._receive_all("clean", _CLEAN_UP_TIMEOUT_S)
-            self._raise_leaks([answer[1] for answer in leaks], directory)
-        except BaseException:
-            self.kill()
-            raise
-        shutil.rmtree(directory, ignore_errors=True)  # a guardian may be writing why a run has failed on purpose
         return [pickle.loads(answer[1]) for answer in answers]
 
     def run_raising(
@@ -130,17 +119,9 @@ class World:
         """Runs the function as :meth:`run` does; every rank must raise ``error`` with a message that ``match`` finds.
 
         A rank that only ends because another one has raised may say so instead. The ranks live on, unless something is
-        left of the call.
-
-        Returns:
-            What the ranks raised that know the cause, in rank order.
-
-        Raises:
-            AssertionError: a rank did not raise.
-            Exception: that of a rank which raised something else, or the same with another message.
+        left of the call. Returns what the ranks raised that know the cause, in rank order.
         """
-        directory = self._begin(function, args, kwargs, may_raise=True)
-        try:
+        with self._call(function, args, kwargs, may_raise=True):
             answers = self._receive_all("raised or result", timeout_s)
             raised = {r: answer for r, answer in enumerate(answers) if answer[0] == "raised"}
             causes = {r: answer for r, answer in raised.items() if _tells_the_cause(answer)}
@@ -150,14 +131,6 @@ class World:
                     raise found
             quiet = [r for r, answer in enumerate(answers) if answer[0] != "raised"]
             assert not quiet, f"rank(s) {quiet} of {self.num_ranks} did not raise {error.__name__}\n{self._outputs()}"
-            self._send_all(("clean up",))
-            leaks = [leak for answer in self._receive_all("clean", _CLEAN_UP_TIMEOUT_S) for leak in answer[1]]
-        except BaseException:
-            self.kill()
-            raise
-        if leaks:
-            self.kill()
-        shutil.rmtree(directory, ignore_errors=True)
         return errors
 
     def output(self, rank: int) -> str:
@@ -186,8 +159,9 @@ class World:
                 process.wait(timeout=5)
         self.kill()
 
-    def _begin(self, function: Any, args: Any, kwargs: Any, *, may_raise: bool = False) -> str:
-        """Sends the call to all ranks; the directory that they share."""
+    @contextlib.contextmanager
+    def _call(self, function: Any, args: Any, kwargs: Any, *, may_raise: bool = False) -> Iterator[None]:
+        """Sends the call to all ranks; at the end of the block they clean up. After a failure they are killed."""
         payload = cloudpickle.dumps((function, args, kwargs))
         self._start()
         directory = tempfile.mkdtemp(prefix="call-", dir=self._directory)
@@ -195,10 +169,17 @@ class World:
         call = Call(directory, free_port(), list(sys.path), list(warnings.filters), may_raise, self._may_leak)
         try:
             self._send_all(("call", payload, call))
+            yield
+            self._send_all(("clean up",))
+            leaks = [answer[1] for answer in self._receive_all("clean", _CLEAN_UP_TIMEOUT_S)]
+            if not may_raise:
+                self._raise_leaks(leaks, directory)
         except BaseException:
             self.kill()
             raise
-        return directory
+        if may_raise and any(leaks):
+            self.kill()
+        shutil.rmtree(directory, ignore_errors=True)  # a guardian may be writing why a run has failed on purpose
 
     def _start(self) -> None:
         if self.processes and all(process.poll() is None for process in self.processes):

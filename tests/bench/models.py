@@ -48,8 +48,6 @@ class OwnData(LightningDataModule):
 
 
 class BreaksOnRankOne(DDPStrategy):
-    """Raises on rank 1 when training starts."""
-
     def on_train_start(self) -> None:
         super().on_train_start()
         if self.global_rank == 1:

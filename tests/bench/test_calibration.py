@@ -58,7 +58,6 @@ def machine(world: World, device_type: str = "cpu") -> Machine:
 def test_costs_are_found_again(
     strategy: str, options: dict[str, Any], cost: dict[str, float], world: World, device_type: str
 ) -> None:
-    """From the steps that a machine with these costs has."""
     world = HOSTS if options else world  # gradients are compressed between hosts
     true = ReferenceCost(strategy=strategy, world=world, **cost)
     base = machine(world, device_type)

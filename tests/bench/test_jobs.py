@@ -25,7 +25,6 @@ TIMEOUT_S = 60.0
 
 
 def started(hosts: HostAgents, settings: Any = None, timeout_s: float = TIMEOUT_S) -> RankJob:
-    """A job whose ranks do what a turn says."""
     return hosts.start(obey, settings, timeout_s=timeout_s, start_timeout_s=TIMEOUT_S)
 
 
@@ -53,7 +52,6 @@ class TestOneHost:
         ],
     )
     def test_a_failure_ends_the_job_and_is_told(self, hosts: HostAgents, word: str, reason: str) -> None:
-        """Another job goes on."""
         job, other = started(hosts, timeout_s=2.0), started(hosts)
         for each in (job, other):
             each.turn(("answer", None))
@@ -127,8 +125,6 @@ def _place(node_rank: int, port: int) -> Placement:
 
 
 def on_both_hosts(bench: Callable[[HostAgents], None]) -> None:
-    """Runs a bench on two agents, each in a thread; raises what it raises."""
-
     def run(place: Placement) -> None:
         with HostAgents(place, threads=1) as hosts:
             bench(hosts)
@@ -166,7 +162,6 @@ class TestPlacement:
 
     @pytest.fixture
     def launched(self, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Mapping[str, str]]:
-        """Sets the variables of a launcher, and returns the environment."""
         for name in ("MASTER_ADDR", "MASTER_PORT"):  # Lightning sets both: what was there before is put back
             monkeypatch.setenv(name, "")
             monkeypatch.delenv(name)

@@ -9,5 +9,4 @@ from tests.callbacks.training import HandClock, hand_clock
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
-    """The clock of all throughput monitors of the test."""
     return hand_clock(monkeypatch)

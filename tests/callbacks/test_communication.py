@@ -20,8 +20,6 @@ from tests.world import World, rank
 
 
 class Script:
-    """A meter and its clock."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
         self.meter = Meter(clock=lambda: self.now_s)

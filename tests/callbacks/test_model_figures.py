@@ -56,7 +56,6 @@ def figures(
 
 
 def planned(model: Model, numbers: Sequence[int] = (2,), **options: Any) -> list[PipelinePlan]:
-    """The plans of two ranks."""
     found = figures(model, **options)
     if found.chain is None:
         raise ValueError(found.refused)

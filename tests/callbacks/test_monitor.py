@@ -43,7 +43,6 @@ def rows_of_a_fit(directory: Path, *, validates: bool = False, **options: Any) -
 
 
 def steps_of(rows: Sequence[dict[str, str]], *keys: str) -> list[int]:
-    """The steps of the rows that have all of these figures."""
     return [int(row["step"]) for row in rows if all(row.get(key) for key in keys)]
 
 

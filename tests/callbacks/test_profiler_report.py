@@ -45,8 +45,6 @@ STEPS = 8
 
 
 class Samples(Dataset[Tensor]):
-    """``load_s`` seconds a sample."""
-
     def __init__(self, load_s: float = 0.0) -> None:
         self.load_s = load_s
 

@@ -182,8 +182,6 @@ def test_a_log_directory_elsewhere_is_refused_in_words(tmp_path: Path) -> None:
 
 
 class OwnBatches(IterableDataset[Tensor]):
-    """Each rank's own batches, of its own size."""
-
     def __init__(self, size: int, count: int = 6) -> None:
         self.size = size
         self.count = count

@@ -100,7 +100,6 @@ def batches(num_samples: int, batch_size: int = 4) -> DataLoader[Any]:
 
 
 def batch_list(sizes: Sequence[int]) -> DataLoader[Any]:
-    """One batch of each size, in order."""
     made: list[Tensor] = [torch.ones(size, FEATURES) for size in sizes]
     return DataLoader(made, batch_size=None)  # type: ignore[arg-type]
 

@@ -26,11 +26,7 @@ events: list[str] = []
 
 
 class Model(L.LightningModule):
-    """Of equal layers, each of which keeps its input for backward; it cannot be trained.
-
-    Attributes:
-        made: the modules that were made, newest last.
-    """
+    """Of equal layers, each of which keeps its input for backward; it cannot be trained."""
 
     made: list[Model] = []  # noqa: RUF012
 

@@ -83,7 +83,6 @@ def config(project: Path, text: str) -> str:
 
 
 def with_package() -> dict[str, str]:
-    """The environment of a process that imports this checkout from any directory."""
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
@@ -103,20 +102,6 @@ class TestFrame:
         printed = capsys.readouterr().out
         assert "--trainer.barebones" in printed
         assert "--resume RUN" in printed
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ([], "lightning-multigpu: error: the command comes first, one of new, fit, "),
-            (["--config", "run.yaml", "fit"], "lightning-multigpu: error: the command comes first, one of new, fit, "),
-            (["strategis"], "lightning-multigpu: error: 'strategis' is not a command; known are new, fit, "),
-            (["strategis"], "Did you mean 'strategies'?"),
-        ],
-    )
-    def test_the_command_is_missing_or_unknown(
-        self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        assert message in error_of(capsys, *arguments)
 
     def test_only_one_rank_of_a_host_reports(
         self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -241,44 +226,36 @@ class TestRefused:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
+            ([], "lightning-multigpu: error: the command comes first, one of new, fit, "),
+            (["--config", "run.yaml", "fit"], "lightning-multigpu: error: the command comes first, one of new, fit, "),
+            (["strategis"], "lightning-multigpu: error: 'strategis' is not a command; known are new, fit, "),
+            (["strategis"], "Did you mean 'strategies'?"),
             (["fit", *ON_CPU, "--trainer.max_epoch=3"], "--trainer.max_epoch=3"),
             (["fit", *ON_CPU, "--trainer.devices=0"], "devices='0')` value is not a valid input using cpu"),
             (["fit", *RING, "--trainer.sync_batchnorm=true"],
              "fit: error: sync_batchnorm=True on CPU: torch synchronises BatchNorm on GPUs only; pass "),
-            (["fit", *RING, "--trainer.strategy.bucket_cap_mb=-1"],
-             "fit: error: bucket_cap_mb=-1.0 is out of range; pass a number above 0"),
             (["fit", *RING, "--trainer.strategy.process_group_backend=nccl"],
              "process_group_backend='nccl' moves no tensors on 'cpu' in this build of torch; pass "),
             (["fit", "--config=rnu.yaml"], "File does not exist: "),
             (["fit"], "the following arguments are required: fit.model"),
+            (["strategies", "--jsno"], "'--jsno' is no option here."),
+            (["emulate", "--nodes", "2"], "no command to run"),
+            (["emulate", "--nodes", "0", "--", "true"], "num_hosts=0 is out of range"),
+            (["emulate", "--devices", "0", "--", "true"], "--devices 0"),
+            (["plan", "--example=gpt3_175"], "Did you mean 'gpt3_175b'?"),
+            (["plan", "--example=gpt3_13b", "--preset=a100_100gb"],
+             "--preset: 'a100_100gb' is unknown. Did you mean 'a100_100gbit'?"),
+            (["plan", "--preset=a100"], "--preset is no option without --example"),
+            (["plan", "--example=seed", "--batch=2"], "--batch is no option with --example=seed, which takes --nodes"),
+            (["plan", "--example=gpt3_13b"], "name a machine by --preset: a100, h100"),
+            (["plan", "--example=gpt3_13b", "--machine=m.json"], "--machine is no option with --example"),
+            (["plan", "--example=gpt3_13b", "--trainer.devices=2"], "takes no configuration and no options of fit"),
         ],
     )  # fmt: skip
     def test_refused_arguments(
         self, arguments: list[str], message: str, project: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert message in error_of(capsys, *arguments)
-
-    @pytest.mark.parametrize(
-        ("line", "message"),
-        [
-            ("strategies --jsno", "'--jsno' is no option here."),
-            ("emulate --nodes 2", "no command to run"),
-            ("emulate --nodes 0 -- true", "num_hosts=0 is out of range"),
-            ("emulate --devices 0 -- true", "--devices 0"),
-            ("plan --example=gpt3_175", "Did you mean 'gpt3_175b'?"),
-            (
-                "plan --example=gpt3_13b --preset=a100_100gb",
-                "--preset: 'a100_100gb' is unknown. Did you mean 'a100_100gbit'?",
-            ),
-            ("plan --preset=a100", "--preset is no option without --example"),
-            ("plan --example=seed --batch=2", "--batch is no option with --example=seed, which takes --nodes"),
-            ("plan --example=gpt3_13b", "name a machine by --preset: a100, h100"),
-            ("plan --example=gpt3_13b --machine=m.json", "--machine is no option with --example"),
-            ("plan --example=gpt3_13b --trainer.devices=2", "takes no configuration and no options of fit"),
-        ],
-    )
-    def test_other_commands(self, line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
-        assert message in error_of(capsys, *line.split())
 
     def test_logger_whose_package_is_missing(
         self, project: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

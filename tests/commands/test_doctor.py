@@ -25,7 +25,6 @@ LAUNCHED = {"TORCHELASTIC_RUN_ID": "job", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE":
 
 @pytest.fixture(scope="module")
 def facts() -> dict[str, Any]:
-    """Those of a host without problems."""
     limits: dict[str, Any] = {"open_files": 20_000, "processes": 4096}
     return {**facts_of_host("127.0.0.1", 2), **limits, "shm_free_bytes": 10**10}
 

@@ -68,7 +68,6 @@ def run(subject: PlannedModule, num_ranks: int = 1, copies: int = 1) -> ShortRun
 
 @pytest.fixture(autouse=True)
 def project(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current directory, with a configuration and a machine; measurements are short."""
     (directory / "run.yaml").write_text(yaml.safe_dump(CONFIG))
     (directory / "machine.json").write_text(json.dumps(MACHINE.as_json()))
     monkeypatch.setenv("XDG_CACHE_HOME", str(directory / "cache"))
@@ -200,18 +199,15 @@ def test_names_are_whole_in_80_columns(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_what_others_disturbed_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("machine.json").write_text(json.dumps(replace(MACHINE, disturbed={"1 x 2": 0.41, "2 x 2": 0.3}).as_json()))
+    machine = replace(MACHINE, disturbed={"1 x 2": 0.41, "2 x 2": 0.3}, versions={"torch": "1.0"})
+    Path("machine.json").write_text(json.dumps(machine.as_json()))
     planned("--strategies", "ring_ddp", "--nodes", "1")
-    assert capsys.readouterr().out.splitlines()[:2] == [
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[:2] == [
         "warning: other processes took 41 % of the processors during the calibration of 1 x 2",
         "Times below may be wrong: repeat this on a quiet machine.",
     ]
-
-
-def test_another_torch_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("machine.json").write_text(json.dumps(replace(MACHINE, versions={"torch": "1.0"}).as_json()))
-    planned("--strategies", "ring_ddp")
-    assert f"torch was 1.0 at the calibration, and is {torch.__version__}" in capsys.readouterr().err
+    assert f"torch was 1.0 at the calibration, and is {torch.__version__}" in printed.err
 
 
 def test_a_module_that_is_no_chain_has_other_strategies(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,8 +29,6 @@ ROOT = Path(__file__).parents[2]
 
 
 class Model(Classifier):
-    """Fails at a rank and a step, where they are given."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if os.environ.get("FAILS_AT") == f"{self.global_rank} {self.global_step}":
             raise ArithmeticError("planted")
@@ -71,7 +69,6 @@ data: {{class_path: tests.commands.test_resume.Data}}
 
 @pytest.fixture(autouse=True)
 def _project(directory: Path) -> None:
-    """The current directory has a configuration of one device."""
     configure("run", max_epochs=1)
 
 

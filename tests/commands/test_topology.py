@@ -34,8 +34,6 @@ ACCESS = " \tGPU0\tGPU1\t\n GPU0\tX\t{0}\t\n GPU1\t{0}\tX\t\n\nLegend:\n\n  X   
 
 
 def gpus_are_there(monkeypatch: pytest.MonkeyPatch, access: str = "OK", matrix: str = MATRIX) -> None:
-    """Two GPUs, by a faked ``nvidia-smi``."""
-
     class Ended:
         def __init__(self, command: list[str], **options: object) -> None:
             gpus = "NVIDIA A100, 81920 MiB, 580.65.06\n" * 2

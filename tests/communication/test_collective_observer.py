@@ -16,8 +16,6 @@ from tests.world import World, init_group
 
 
 class Told:
-    """Keeps what it is told, in order."""
-
     def __init__(self) -> None:
         self.events: list[str] = []
         self.fields: list[dict[str, Any]] = []

@@ -162,7 +162,6 @@ def _train(steps: range, hosts: list[list[int]] = HOSTS, nan_at: int = -1) -> An
 
 @pytest.mark.parametrize("hosts", [HOSTS, OTHER_LAYOUTS[1]], ids=["hosts", "ranks"])
 def test_what_was_sent_and_what_is_kept_is_what_was_given(world4: World, hosts: list[list[int]]) -> None:
-    """All ranks hold the same bits."""
     found = world4.run(_train, range(6), hosts)
     expected = torch.stack([given(step, r) for step in range(6) for r in range(4)]).sum(0) / 4
     for total, kept, results in found:

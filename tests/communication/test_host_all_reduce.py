@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_multigpu.communication.ring import chunk_bounds
 from lightning_multigpu.communication.shared_memory.barrier import Barrier
 from tests.communication.shared import shared_memory
 from tests.world import World, init_group
@@ -53,34 +52,6 @@ def test_sums_in_rank_order_to_the_bit(world: World) -> None:
     for results in world.run(_reduce):
         for given, result in zip(wanted, results, strict=True):
             assert torch.equal(result, sum_in_rank_order(world.num_ranks, *given)), given
-
-
-def _shards(dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    results = []
-    with shared_memory() as shared:
-        for numel in NUMELS:
-            tensor = contribution(shared.rank, numel, dtype)
-            own = shared.reduce_scatter(tensor, average=True)
-            a, b = chunk_bounds(numel, shared.world_size)[shared.rank]
-            assert own.numel() == 0 or own.data_ptr() == tensor[a:b].data_ptr()
-            untouched = tensor.clone()
-            own.mul_(2)
-            results.append((untouched, shared.all_gather(tensor)))
-    return results
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_shards_are_summed_and_gathered(world: World, dtype: torch.dtype) -> None:
-    """What a ring between hosts needs: reduce to shards, do something to one's own, gather."""
-    n = world.num_ranks
-    for rank, results in enumerate(world.run(_shards, dtype)):
-        for numel, (scattered, gathered) in zip(NUMELS, results, strict=True):
-            average = sum_in_rank_order(n, numel, dtype, average=True)
-            expected = contribution(rank, numel, dtype)
-            a, b = chunk_bounds(numel, n)[rank]
-            expected[a:b] = average[a:b]
-            assert torch.equal(scattered, expected), numel
-            assert torch.equal(gathered, 2 * average), numel
 
 
 def _one_rank_is_slow(slow_rank: int, where: str) -> list[torch.Tensor]:

@@ -9,23 +9,16 @@ import pytest
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.metering.traffic import sent_share
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.callbacks.training import HandClock
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> HandClock:
+    return HandClock()
 
 
 @pytest.fixture
-def meter(clock: Clock) -> Meter:
+def meter(clock: HandClock) -> Meter:
     return Meter(clock=clock)
 
 
@@ -42,18 +35,18 @@ def test_unknown_operations_and_sizes_are_named(operation: str, group_size: int,
         sent_share(operation, group_size)
 
 
-def test_hidden_and_exposed_parts(meter: Meter, clock: Clock) -> None:
+def test_hidden_and_exposed_parts(meter: Meter, clock: HandClock) -> None:
     """Buckets travel from 1 to 4 and from 5 to 9; the main thread waits from 7 on: 2 of 7 seconds are exposed."""
-    clock.now = 1.0
+    clock.now_s = 1.0
     first = meter.begin("all_reduce", group="data", group_size=2, size_bytes=100)
-    clock.now = 4.0
+    clock.now_s = 4.0
     first.finish()
-    clock.now = 5.0
+    clock.now_s = 5.0
     second = meter.begin("all_reduce", group="data", group_size=2, size_bytes=60, sent_bytes=64)
-    clock.now = 9.0
+    clock.now_s = 9.0
     second.finish()
     meter.waited(7.0, 9.5)
-    clock.now = 10.0
+    clock.now_s = 10.0
     meter.end_step()
 
     (step,) = meter.steps
@@ -64,9 +57,9 @@ def test_hidden_and_exposed_parts(meter: Meter, clock: Clock) -> None:
     assert (step.total_s, step.exposed_s, step.hidden_s, step.sent_bytes) == (7.0, 2.0, 5.0, 164)
 
 
-def test_overlapping_transfers_are_not_counted_twice(meter: Meter, clock: Clock) -> None:
+def test_overlapping_transfers_are_not_counted_twice(meter: Meter, clock: HandClock) -> None:
     both = [meter.begin("all_reduce", group=name, group_size=2, size_bytes=1) for name in ("data", "metrics")]
-    clock.now = 3.0
+    clock.now_s = 3.0
     for transfer in both:
         transfer.finish()
     meter.end_step()
@@ -77,13 +70,13 @@ def test_overlapping_transfers_are_not_counted_twice(meter: Meter, clock: Clock)
     assert len(step.of("all_reduce", "data")) == 1
 
 
-def test_a_step_waits_for_its_transfers(meter: Meter, clock: Clock) -> None:
+def test_a_step_waits_for_its_transfers(meter: Meter, clock: HandClock) -> None:
     late = meter.begin("all_gather", group="control", group_size=2, size_bytes=4)
     meter.end_step()
     meter.end_step()
     assert meter.steps_ended == 2
     assert not meter.steps
-    clock.now = 1.0
+    clock.now_s = 1.0
     late.finish()
     meter.end_step()
     assert [step.index for step in meter.steps] == [0, 1, 2]
@@ -103,11 +96,11 @@ def test_flush_waits_for_a_thread_that_reports_the_end_late_and_leaves_out_what_
     assert [totals.operation for totals in meter.steps[1].operations] == ["reduce"]
 
 
-def test_discarded_traffic_belongs_to_no_step(meter: Meter, clock: Clock) -> None:
+def test_discarded_traffic_belongs_to_no_step(meter: Meter, clock: HandClock) -> None:
     meter.begin("barrier", group="world", group_size=2, size_bytes=0).finish()
-    clock.now = 5.0
+    clock.now_s = 5.0
     meter.discard()
-    clock.now = 6.0
+    clock.now_s = 6.0
     meter.end_step()
     assert meter.steps[0].operations == ()
     assert meter.steps[0].start_s == 5.0

@@ -146,7 +146,6 @@ class TestRendezvous:
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """A program that listens and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         yield sock
 

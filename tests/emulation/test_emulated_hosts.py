@@ -74,7 +74,6 @@ def ended(pid: int) -> bool:
 
 
 def run(host: Host, command: list[str], **options: Any) -> str:
-    """The output of a command on the host, which has to end well."""
     with host.popen(command, stdout=subprocess.PIPE, text=True, **options) as process:
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0

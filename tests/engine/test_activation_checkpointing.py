@@ -75,8 +75,6 @@ def test_an_input_that_is_changed_in_place_is_still_there() -> None:
 
 
 class Changing(nn.Module):
-    """Nothing about it tells that it works in place."""
-
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(2 * x[0].add_(1.0).sum() * x)
 

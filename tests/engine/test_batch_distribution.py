@@ -156,7 +156,7 @@ class _Endless(_Pairs):
             yield from super().__iter__()
 
 
-class _DrawnWhenMade(_Pairs):
+class DrawnWhenMade(_Pairs):
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
         super().__init__(sampler, batch_size, drop_last)
         self.drawn = list(super().__iter__())
@@ -175,7 +175,7 @@ def _of_kind(kind: str, data: Any, sampler: Any) -> DataLoader[Any]:
         return DataLoader(data, batch_size=None, sampler=sampler)
     if kind == "with a state":
         return _Stateful(data, batch_size=2, sampler=sampler)
-    kinds = {"subclass": _Pairs, "endless": _Endless, "drawn": _DrawnWhenMade}
+    kinds = {"subclass": _Pairs, "endless": _Endless, "drawn": DrawnWhenMade}
     return DataLoader(data, batch_sampler=kinds[kind](sampler, 2, False))
 
 

@@ -96,6 +96,16 @@ def test_a_packed_sequence_is_cloned() -> None:
     assert copy.data.data_ptr() != packed.data.data_ptr()
 
 
+def test_an_object_is_cloned_with_what_it_derives() -> None:
+    """A batch on which the step works in place is computed twice, as a copy."""
+    derived = Derived(X.clone())
+    derived.doubled.add_(1)
+    copy = cloned(derived)
+    copy.x.mul_(0.5)
+    assert torch.equal(derived.x, X)
+    assert torch.equal(copy.doubled, 2 * X + 1)
+
+
 def test_kinds_and_checksums() -> None:
     assert signature_of([X, Y]) == signature_of([X + 1, Y]) != signature_of([X[:4], Y[:4]])
     assert checksum_of([X, Y]) == checksum_of([X.clone(), Y])

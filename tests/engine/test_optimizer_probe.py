@@ -36,8 +36,6 @@ class SAM(Optimizer):
 
 
 class Clipping(AdamW):
-    """Clips by itself."""
-
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         loss = None if closure is None else closure()
         nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)

@@ -27,8 +27,6 @@ from tests.world import World, rank
 
 
 class OwnModel(Classifier):
-    """As wide as it is told to be, once it is set up."""
-
     def __init__(self, width: int) -> None:
         super().__init__()
         self.width = width
@@ -38,7 +36,6 @@ class OwnModel(Classifier):
 
 
 def fit(module: Callable[[int], Classifier], uneven_inputs: Sequence[Any] = ("stop", "stop")) -> int:
-    """Trains what each rank has made; returns the steps."""
     strategy = RingDDPStrategy(join_timeout_s=30, failure_timeout_s=10, uneven_inputs=uneven_inputs[rank()])
     return fit_module(module(rank()), strategy, 2, Case(num_samples=16, precision="32-true")).global_step
 

@@ -19,7 +19,6 @@ from lightning_multigpu.job.run_signals import SAME_INTERRUPT_S, RunSignals
 
 @pytest.fixture
 def handled() -> Iterator[list[int]]:
-    """What the handlers that were there before have been called with."""
     calls: list[int] = []
     before = {s: signal.signal(s, lambda signum, frame: calls.append(signum)) for s in (signal.SIGUSR1, signal.SIGUSR2)}
     yield calls

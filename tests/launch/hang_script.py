@@ -30,7 +30,6 @@ CASE = Case(num_samples=48)
 
 
 def wait_for(name: str) -> None:
-    """Returns once the file is there."""
     while not (Path(os.environ["GO_ON"]) / name).exists():
         time.sleep(0.1)
 

@@ -42,20 +42,8 @@ def _carries(process: psutil.Process, mark: str) -> bool:
         return False
 
 
-def run(
-    mark: str,
-    *arguments: str,
-    timeout_s: float = 400.0,
-    **variables: str,
-) -> subprocess.CompletedProcess[str]:
-    """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it.
-
-    Args:
-        mark: no other job has it.
-        arguments: of the interpreter, ``-m MODULE ...`` for example.
-        timeout_s: for the first process.
-        variables: of the environment, on top of this process's.
-    """
+def run(mark: str, *arguments: str, timeout_s: float = 400.0, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``python ARGUMENTS`` to its end; everything that it starts must end with it. The ``mark`` is its own."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": _python_path(), MARK: mark, **variables}
     finished = preforked.run([sys.executable, *arguments], env=environment, timeout=timeout_s)
     assert_none_left(mark, finished.stderr)
@@ -71,11 +59,7 @@ def assert_none_left(mark: str, output: str) -> None:
 
 
 class Job:
-    """Processes that belong together; a context manager that leaves none of them, and of their children, behind.
-
-    Args:
-        directory: where the outputs are kept, one file a process; also the job's mark.
-    """
+    """Processes that belong together; a context manager that leaves none of them, and of their children, behind."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -92,7 +76,6 @@ class Job:
             self.processes.append(preforked.Process(command, stdout=file, **options))
 
     def output(self, index: int) -> str:
-        """Standard output and error of a process so far."""
         return self._path(index).read_text(errors="replace")
 
     def wait(self, timeout_s: float = 300.0) -> None:

@@ -60,8 +60,9 @@ def vanish() -> None:
 
 
 def end_guardian() -> None:
-    """The guardian of this host is killed."""
-    _signal_guardian(signal.SIGKILL)
+    others = [pid for pid in _others_of_this_host() if _GUARDIAN.encode() in _read(pid, "cmdline")]
+    (guardian,) = [pid for pid in others if _is_of_job(pid, os.environ[_MARK])]
+    os.kill(guardian, signal.SIGKILL)
 
 
 # Controls
@@ -106,8 +107,7 @@ def _aside(function: object, *arguments: object) -> None:
 
 
 def _pause(mark: str) -> None:
-    marked = f"{_MARK}={mark}".encode()
-    pids = [pid for pid in _pids() if marked in _read(pid, "environ").split(b"\0")]
+    pids = [pid for pid in _pids() if _is_of_job(pid, mark)]
     for number in (signal.SIGSTOP, signal.SIGCONT):
         random.shuffle(pids)
         for pid in pids:
@@ -132,17 +132,8 @@ def _trace(pid: int) -> None:
         ptrace(detach, thread, None, None)
 
 
-def _signal_guardian(number: signal.Signals) -> None:
-    (guardian,) = [pid for pid in _others_of_this_host() if _is_guardian(pid) and _is_of_this_job(pid)]
-    os.kill(guardian, number)
-
-
-def _is_guardian(pid: int) -> bool:
-    return _GUARDIAN.encode() in _read(pid, "cmdline")
-
-
-def _is_of_this_job(pid: int) -> bool:
-    return f"{_MARK}={os.environ[_MARK]}".encode() in _read(pid, "environ").split(b"\0")
+def _is_of_job(pid: int, mark: str) -> bool:
+    return f"{_MARK}={mark}".encode() in _read(pid, "environ").split(b"\0")
 
 
 def _others_of_this_host() -> list[int]:

@@ -46,11 +46,7 @@ PartitionName=all Nodes=n1,n2 Default=YES State=UP
 
 
 class Slurm:
-    """A cluster; close it.
-
-    Args:
-        folder: of the configuration, states and logs.
-    """
+    """A cluster; close it. The folder is that of the configuration, states and logs."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +54,6 @@ class Slurm:
         self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": f"{folder}/slurm.conf", MARK: str(folder)}
 
     def start(self) -> None:
-        """Starts the daemons, and waits until both nodes are there."""
         key, munge = self.folder / "munge.key", self.folder / "munge"
         key.write_bytes(secrets.token_bytes(64))
         key.chmod(0o600)
@@ -79,7 +74,6 @@ class Slurm:
             self._daemons.append(subprocess.Popen(command, env=self.environment, stdout=log, stderr=log))
 
     def run(self, *command: str, cwd: Path | None = None, **variables: str) -> str:
-        """What a command of SLURM prints, also where it fails."""
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "timeout": 60}
         return subprocess.run(command, env={**self.environment, **variables}, cwd=cwd, **options).stdout
 

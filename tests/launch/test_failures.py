@@ -16,7 +16,6 @@ pytestmark = pytest.mark.launch
 
 
 def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the script as a user does."""
     return job.run(str(tmp_path), "-m", failing_script.__name__, *arguments, SAVE_TO=str(tmp_path))
 
 
@@ -54,7 +53,7 @@ def test_the_exception_of_any_rank_is_what_the_user_sees(
     if strategy == "ring_ddp":  # where ranks are spawned, callbacks see exceptions in the first process only
         assert torch.load(tmp_path / "on_exception.ckpt", weights_only=True)["global_step"] == 3
     else:
-        assert "rank 0 saw RankFailedError" in finished.stdout, "as from Lightning's own launchers that spawn"
+        assert "saw 0 RankFailedError" in finished.stdout, "as from Lightning's own launchers that spawn"
 
 
 @pytest.mark.parametrize(("rank", "how"), [("-1", "again"), ("1", "survive")])
@@ -67,12 +66,6 @@ def test_a_program_whose_ranks_all_catch_a_failure_goes_on(rank: str, how: str, 
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert finished.stdout.count("caught") == 2
     assert finished.stderr.count("The job failed") == 1, "when all ranks have left the run, caught or not"
-
-
-def test_a_spawned_run_that_ends_well(tmp_path: Path) -> None:
-    finished = run(tmp_path, "ring_ddp_spawn", "2", "0", "nothing")
-    assert finished.returncode == 0, finished.stderr[-3000:]
-    assert re.search(r"report of ring_ddp_spawn in .*multigpu_report.json", finished.stdout), "ranks took it along"
 
 
 def test_a_rank_of_torchrun_is_killed_before_it_joins(tmp_path: Path) -> None:

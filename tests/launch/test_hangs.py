@@ -24,8 +24,6 @@ DEADLINE_S = 150.0
 
 
 class HangingJob(Job):
-    """A job of two ranks."""
-
     def __init__(self, directory: Path, method: str, how: str, variables: Mapping[str, str] | None = None) -> None:
         super().__init__(directory)
         command = [sys.executable, "-m", hang_script.__name__, "popen" if method == "external" else method, how]
@@ -41,7 +39,6 @@ class HangingJob(Job):
         return "".join(self.output(index) for index in range(len(self.processes)))
 
     def reports(self, times: int = 1) -> list[str]:
-        """The reports so far, once there are so many."""
         eventually(lambda: len(REPORT.findall(self.text)) >= times or not self._is_running(), DEADLINE_S)
         reports = REPORT.findall(self.text)
         assert len(reports) >= times, self.text[-5000:]

@@ -31,8 +31,6 @@ def checkout(folder: Path) -> Path:
 
 
 class BatchJob:
-    """A submitted ``examples/slurm.sbatch``."""
-
     def __init__(self, cluster: Slurm, folder: Path, nodes: int) -> None:
         self.cluster, self.folder = cluster, checkout(folder)
         options = ["--parsable", f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}", "--cpus-per-task=1"]
@@ -48,7 +46,6 @@ class BatchJob:
         return self.log.read_text() if self.log.exists() else ""
 
     def wait_until_trains(self, version: int) -> None:
-        """Until an epoch has ended, in which a checkpoint is saved."""
         last = self.folder / f"runs/ring_ddp/version_{version}/checkpoints/last.ckpt"
         self.cluster.wait_until(last.exists, f"the first epoch of version {version}", self.log)
 

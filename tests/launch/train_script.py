@@ -16,7 +16,6 @@ CASE = Case(num_samples=40, max_epochs=-1)
 
 
 def train(root: Path, *, strategy: Any = "auto", devices: int = 1, **options: Any) -> dict[str, Tensor]:
-    """Trains and returns the final weights."""
     module = Classifier()
     trainer = make_trainer(CASE, strategy, devices, max_steps=10, default_root_dir=root, **options)
     trainer.fit(module, train_loader(CASE, trainer))

@@ -47,11 +47,6 @@ class Mutant:
         return f"tests/{self.test}"
 
     def mutated(self, source: str) -> str:
-        """The source with the fault.
-
-        Raises:
-            ValueError: the text to replace does not occur exactly once.
-        """
         count = source.count(self.old)
         if count != 1:
             raise ValueError(f"the text to replace occurs {count} times in {self.path}")

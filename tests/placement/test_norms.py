@@ -18,7 +18,6 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def on_ranks(num: int, function: Callable[[int, ReduceSum], Any]) -> list[Any]:
-    """Runs a function on each rank, with a sum over them."""
     ranks = Threads(num)
     return ranks.run(lambda rank: function(rank, lambda own: torch.stack(ranks.gather(rank, own.clone())).sum(0)))
 

@@ -25,7 +25,6 @@ def adam(groups: Any) -> Optimizer:
 def on_one_device(
     steps: int, state: dict[str, Any] | None = None, *, first: int = 0
 ) -> tuple[list[nn.Parameter], dict[str, Any]]:
-    """The weights and the state after ``steps`` steps, or after those from ``first`` on, with a state from before."""
     parameters = weights()
     optimizer = adam(groups_of(parameters))
     if state is not None:

@@ -101,23 +101,26 @@ def test_nobody_waits_for_a_slow_rank_where_each_has_its_own_pace() -> None:
     assert "rank 1 waits 90.0 ms of a step of 226 ms" in finding.evidence, "the other one does not"
 
 
-def test_a_slow_callback_is_named() -> None:
-    slow = ranks({"callbacks": 0.03}, {"callbacks": 0.03}, callbacks_s={"Slow.on_train_batch_end": 0.028})
-    [finding] = diagnose(slow)
-    assert (finding.kind, finding.saving_s) == ("callbacks", pytest.approx(0.028))
-    assert "Slow.on_train_batch_end takes 28.0 ms" in finding.evidence
+READS = ReadValues("train.py(7): f", 1000, 0.02), ReadValues("train.py(9): g", 1, 0.001)
 
 
-def test_a_line_that_reads_values_is_named() -> None:
-    reading = ranks(reads=(ReadValues("train.py(7): f", 1000, 0.02), ReadValues("train.py(9): g", 1, 0.001)))
-    [finding] = diagnose(reading)
-    assert (finding.kind, finding.saving_s) == ("synchronising calls", pytest.approx(0.02))
-    assert "train.py(7): f reads 1000 values" in finding.evidence
-
-
-def test_what_does_not_grow_with_the_batch() -> None:
-    [finding] = diagnose(ranks({"other": 0.03}, {"other": 0.03}))
-    assert (finding.kind, finding.saving_s) == ("small batches", pytest.approx(0.015))
+@pytest.mark.parametrize(
+    ("found", "kind", "saving_s", "evidence"),
+    [
+        (
+            ranks(*[{"callbacks": 0.03}] * 2, callbacks_s={"Slow.on_x": 0.028}),
+            "callbacks",
+            0.028,
+            "Slow.on_x takes 28.0",
+        ),
+        (ranks(reads=READS), "synchronising calls", 0.02, "train.py(7): f reads 1000 values"),
+        (ranks(*[{"other": 0.03}] * 2), "small batches", 0.015, "takes 30.0 ms of a step of 128 ms"),
+    ],
+)
+def test_one_cause_is_named(found: list[RankFigures], kind: str, saving_s: float, evidence: str) -> None:
+    [finding] = diagnose(found)
+    assert (finding.kind, finding.saving_s) == (kind, pytest.approx(saving_s))
+    assert evidence in finding.evidence
 
 
 @pytest.mark.parametrize("busy_s", [0.010, 0.060])

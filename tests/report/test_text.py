@@ -209,17 +209,6 @@ PIPELINE = {"ranks": [0], "schedule": "gpipe", "stages_per_rank": 1, "num_micro_
         ({**WRITTEN, "profile": {**PROFILE, "ranks": []}}, "a finding of a rank that it lacks"),
         ({**WRITTEN, "profile": {**PROFILE, "pipelines": [PIPELINE]}}, "ValueError: the timelines have no forward"),
     ],
-    ids=[
-        "version",
-        "no report",
-        "a statistic",
-        "a server",
-        "no findings",
-        "an integer",
-        "a float",
-        "no rank",
-        "no pass",
-    ],
 )
 def test_a_file_with_other_contents_is_named_in_one_line(
     contents: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -34,11 +34,9 @@ def _of_strategy(request: pytest.FixtureRequest, ranks: World) -> World | OnePro
 
 @pytest.fixture
 def world2(request: pytest.FixtureRequest, ranks2: World) -> World | OneProcess:
-    """Two ranks, or one process with two devices."""
     return _of_strategy(request, ranks2)
 
 
 @pytest.fixture
 def world4(request: pytest.FixtureRequest, ranks4: World) -> World | OneProcess:
-    """Four ranks, or one process with four devices."""
     return _of_strategy(request, ranks4)

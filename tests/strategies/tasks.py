@@ -40,7 +40,6 @@ def distinct_rows() -> list[StrategyRow]:
 
 
 def synchronous_rows() -> list[StrategyRow]:
-    """Those that compute what one device computes."""
     return [row for row in distinct_rows() if row.synchronous]
 
 
@@ -306,10 +305,10 @@ def assert_same_weights(
 def trained_weights(
     make_module: Callable[[], L.LightningModule], strategy: Any, ranks: int, case: Case = Case(), **options: Any
 ) -> dict[str, Any]:
-    """The weights of a new module after :func:`fit_module`, whose options stay as they were, callbacks too."""
+    """What a new module has after :func:`fit_module`, whose options stay as they were, callbacks too."""
     module = make_module()
     fit_module(module, strategy, ranks, case, **copy.deepcopy(options))
-    return {"weights": state(module)}
+    return {"weights": state(module), "noted": getattr(module, "noted", None)}
 
 
 def trained_in_turns(names: Sequence[str], make_module: Any, *args: Any, **options: Any) -> list[dict[str, Any]]:

@@ -38,7 +38,6 @@ def saver(directory: str | Path, step: int, at_epoch_end: bool) -> ModelCheckpoi
 
 
 def save(case: Case, strategy_name: str | None, ranks: int, directory: str, step: int, at_epoch_end: bool) -> None:
-    """Trains until ``step`` is reached, saving there."""
     callback = saver(directory, step, at_epoch_end)
     # The run is cut off well after the file was written, as a crash would do it.
     options: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True, "max_steps": step + 2}

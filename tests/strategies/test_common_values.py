@@ -35,15 +35,11 @@ class FollowsItsOwnValue(Classifier):
 
 
 class ChangesItsLearningRate(Classifier):
-    """Sets a learning rate from the loss of its rank's samples, within the epoch."""
-
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.optimizers().param_groups[0]["lr"] = float(outputs["loss"])  # type: ignore[union-attr]
 
 
 class HooksOfOneRank(Classifier):
-    """Reads gradients before a step, on rank 0 alone."""
-
     def configure_optimizers(self) -> Any:
         optimizer: Any = super().configure_optimizers()
         if self.global_rank == 0:
@@ -76,8 +72,6 @@ class ShortensRows(Classifier):
 
 
 class MovesCentres(Classifier):
-    """Moves a parameter towards the mean of its samples."""
-
     def __init__(self) -> None:
         super().__init__()
         self.centre = nn.Parameter(torch.zeros(6), requires_grad=False)

@@ -73,7 +73,6 @@ def _one_device(case_name: str) -> dict[str, Any]:
 
 
 def fit_cases(names: list[str], strategy_name: str, ranks: int) -> list[dict[str, Any]]:
-    """What :func:`fit` returns of each case; the ranks join once for all of them."""
     return [fit(CASES[name], strategy_name, ranks) for name in names]
 
 

@@ -45,7 +45,6 @@ SPLIT = {"gpipe": {"pipeline_parallel_size": 2}, "tensor_split": {"tensor_parall
 
 
 def logged(names: Sequence[str | None], ranks: int) -> list[dict[str, Any]]:
-    """What is logged under each strategy in each case."""
     found = []
     for name, case in itertools.product(names, CASES):
         module = Logs()

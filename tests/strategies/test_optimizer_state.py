@@ -21,8 +21,6 @@ CASE = Case(max_epochs=3, num_samples=24)
 
 
 class Changes(Classifier):
-    """Runs a function at the start of each epoch but the first."""
-
     def __init__(self, change: Callable[[Changes, Any], object]) -> None:
         super().__init__()
         self.change = change

@@ -115,8 +115,6 @@ def test_which_ranks_draw_the_same_numbers(row: StrategyRow, world2: World) -> N
 
 
 class Gives(Classifier):
-    """Gives the number that it draws in a step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return {"loss": super().training_step(batch, batch_idx), "drawn": torch.rand(1)}
 

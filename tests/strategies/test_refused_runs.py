@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, SubsetRandomSampler
 
+from tests.engine.test_batch_distribution import DrawnWhenMade
 from tests.strategies.tasks import Case, Classifier, dataset, eval_loader, fit_module, make_strategy, make_trainer
 from tests.world import World, rank
 
@@ -80,15 +81,6 @@ def test_a_step_that_takes_batches_by_itself(options: dict[str, Any]) -> None:
     trainer = make_trainer(Case(), make_strategy(**options), 2)
     with pytest.raises(ValueError, match=r"takes dataloader_iter, .* on trial, which needs the batch: take batch"):
         trainer.fit(OwnIterator(), eval_loader(8))
-
-
-class DrawnWhenMade(BatchSampler):
-    def __init__(self, sampler: Any, batch_size: int, drop_last: bool) -> None:
-        super().__init__(sampler, batch_size, drop_last)
-        self.drawn = list(super().__iter__())
-
-    def __iter__(self) -> Any:
-        return iter(self.drawn)
 
 
 def validate_drawn() -> list[str]:

@@ -47,7 +47,6 @@ class ByHand(Quiet):
 
 
 def train_shares(module: Callable[[], Any], strategy: str = "ring_ddp", **options: Any) -> dict[str, Any]:
-    """On two ranks, each with its share of a batch."""
     task = module()
     torch.manual_seed(4)
     trainer = make_trainer(Case(max_epochs=1), make_strategy(strategy, **options), 2)

@@ -36,7 +36,6 @@ def mean_of(tensors: list[Tensor]) -> Tensor:
 
 
 def _sums(dtype: torch.dtype) -> list[Tensor]:
-    """The results of every compressor whose error is small, for every size, summed and averaged."""
     init_group()
     group = dist.new_group(backend="gloo")
     results = []

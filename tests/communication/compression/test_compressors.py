@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Int8, make_compressor
+from lightning_multigpu.communication.compression.compressors import Bf16, Compressor, Int8
 
 COMPRESSORS = [Bf16(), Int8(), Int8(chunk_size=1), Int8(chunk_size=7)]
 compressors = pytest.mark.parametrize("compressor", COMPRESSORS, ids=repr)
 
 
 def numbers(numel: int) -> Tensor:
-    """Of several magnitudes, as gradients are."""
     generator = torch.Generator().manual_seed(numel)
     return torch.randn(numel, generator=generator) * torch.randn(numel, generator=generator).exp()
 
@@ -93,8 +92,3 @@ def test_int8_of_a_chunk_of_negative_numbers() -> None:
 def test_bf16_keeps_the_range_of_float32() -> None:
     values = torch.tensor([1e38, 1e-38, 70_000.0])
     torch.testing.assert_close(decoded(Bf16(), encoded(Bf16(), values)[0], 3), values, rtol=0.004, atol=0)
-
-
-def test_a_wrong_name_is_named() -> None:
-    with pytest.raises(ValueError, match=r"compression='int4' is unknown; use 'bf16', 'int8'"):
-        make_compressor("int4")

@@ -16,7 +16,7 @@ from lightning_multigpu.engine.parameter_server.batch_queue import BatchQueue
 from lightning_multigpu.engine.parameter_server.pair import PairEndedError
 from lightning_multigpu.engine.parameter_server.served_shard import Clocks
 from lightning_multigpu.engine.parameter_server.server_statistics import summary
-from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish, wait_until
+from tests.engine.parameter_server.test_servers import ALL, SMALL, Job, job, server_step, vanish
 from tests.engine.parameter_server.updates import (
     OPTIMIZERS,
     Make,
@@ -27,6 +27,7 @@ from tests.engine.parameter_server.updates import (
     on_one_device,
     weights,
 )
+from tests.job.guardian.job import eventually
 
 
 def sgd(groups: Any) -> optim.Optimizer:
@@ -166,7 +167,7 @@ def test_an_unfinished_push_of_a_lost_worker_is_forgotten() -> None:
         for update in updates:
             first.step(update)
         assert_equal(first.now, on_one_device(sgd, updates)[0])
-        wait_until(lambda: bool(first.connections.staleness() is not None and first.connections.lost))
+        assert eventually(lambda: bool(first.connections.staleness() is not None and first.connections.lost))
         assert [(lost["worker"], lost["left"]) for lost in first.connections.lost] == [(1, 1)]
 
 
@@ -224,7 +225,6 @@ def test_the_first_worker_clears_the_state() -> None:
 
 
 def taken(queue: BatchQueue, *by: int, epoch: int = 0) -> list[int | None]:
-    """The batches that workers get, one after the other."""
     return [queue.next(worker, epoch, 0, 4) for worker in by]
 
 
@@ -249,7 +249,6 @@ class TestBatchQueue:
 
 
 def test_an_epoch_and_the_end_of_training() -> None:
-    """Worker 0 waits for the others' batches; the others wait for its last message."""
     with workers() as (first, second):
         started = second.aside(second.connections.exchange, "start", None, "first")
         assert are_waiting(started)

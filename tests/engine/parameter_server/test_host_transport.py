@@ -43,7 +43,6 @@ HostStep = OwnedStep[HostTransport]
 
 @contextlib.contextmanager
 def serving_ranks() -> Iterator[Callable[[Optimizer], HostStep]]:
-    """Has ranks of the host step an optimizer."""
     init_group()
     group = dist.new_group(backend="gloo")
     ranks = SharedMemoryAllReduce(group)
@@ -83,7 +82,6 @@ def every_optimizer_on_the_host() -> Trained:
 
 
 def test_every_optimizer_of_torch_updates_as_on_one_device(world2: World) -> None:
-    """And its state is divided over the ranks."""
     results = world2.run(every_optimizer_on_the_host)
     assert_as_on_one_device(*results)
     total = sum(p.numel() for p in weights())

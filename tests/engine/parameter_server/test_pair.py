@@ -28,8 +28,9 @@ from lightning_multigpu.engine.parameter_server.pair import (
     connected,
 )
 from tests.engine.parameter_server.test_asynchronous_updates import workers
-from tests.engine.parameter_server.test_servers import job, server_step, train, vanish, wait_until
+from tests.engine.parameter_server.test_servers import job, server_step, train, vanish
 from tests.engine.parameter_server.updates import assert_equal, averaged, gradients, groups_of, on_one_device, weights
+from tests.job.guardian.job import eventually
 
 NOBODY = 65534
 
@@ -106,7 +107,7 @@ def test_no_socket_carries_gradients_and_weights(is_synchronous: bool, monkeypat
         assert parameters[0].mean() < 0.8
     assert not sent
     del found, connections, remote
-    wait_until(lambda: num_mapped() == before)
+    assert eventually(lambda: num_mapped() == before)
 
 
 def test_sockets_carry_all_where_memory_cannot_be_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +135,10 @@ def test_what_a_lost_worker_shared_is_freed() -> None:
         before = num_mapped()
         vanish(second.connections)
         second.leave()
-        wait_until(lambda: bool(first.connections.staleness() is not None and first.connections.lost))
+        assert eventually(lambda: bool(first.connections.staleness() is not None and first.connections.lost))
         del second.remote, second.connections
-        wait_until(lambda: num_mapped() == before - 4)  # gradients and weights, in the worker and in the server
+        # Gradients and weights, in the worker and in the server.
+        assert eventually(lambda: num_mapped() == before - 4)
         first.step(gradients(0, 0))
 
 

@@ -44,6 +44,7 @@ from tests.engine.parameter_server.updates import (
     unusual_steps,
     weights,
 )
+from tests.job.guardian.job import eventually
 from tests.threads import Threads
 
 SMALL = 100  # bytes of a bucket: each of the weights has one of its own
@@ -79,8 +80,6 @@ class Job:
             found.close()
 
     def run(self, work: Callable[[Servers], T]) -> list[T]:
-        """What the function returns for the connections of each worker."""
-
         def with_connections(worker: int) -> T:
             with self.connections(worker) as connections:
                 return work(connections)
@@ -91,13 +90,6 @@ class Job:
 def vanish(servers: Servers) -> None:
     """Ends a worker's connections, as the kernel does when its process ends."""
     servers.cut()
-
-
-def wait_until(is_true: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 20
-    while not is_true():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @contextlib.contextmanager
@@ -166,7 +158,6 @@ def test_every_optimizer_of_torch_updates_as_on_one_device(num_servers: int, in_
 
 
 def test_unusual_steps() -> None:
-    """Gradients that one worker lacks, groups that come later, weights and rates that hooks change, and clipping."""
     with job(2, in_memory=(0,)) as found, hooks_of_all_optimizers() as calls:
 
         def work(connections: Servers) -> dict[str, Any]:
@@ -315,5 +306,5 @@ def test_who_waits_looks_for_machines_that_are_gone(looking: Any, monkeypatch: p
     with job(num_workers=1) as found, found.connections(0) as connections:
         connections.staleness()  # the server is there
         owner = connections if looking is servers_module else found.servers[0]
-        wait_until(lambda: owner._connections in limits)
+        assert eventually(lambda: owner._connections in limits)
         assert limits[owner._connections] == (20.0, 2), "both connections"

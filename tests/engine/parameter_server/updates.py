@@ -81,7 +81,6 @@ def averaged(step: int) -> list[Tensor]:
 
 
 def of_rank(number: int) -> Updates:
-    """Its gradients of all steps."""
     return [gradients(step, number) for step in range(STEPS)]
 
 
@@ -121,7 +120,6 @@ def on_one_device(make: Make, updates: Updates | None = None) -> tuple[list[Tens
 
 @contextlib.contextmanager
 def hooks_of_all_optimizers() -> Iterator[list[tuple[Optimizer, str]]]:
-    """Hooks of every optimizer's step, which note the optimizer."""
     calls: list[tuple[Optimizer, str]] = []
     handles = [
         register_optimizer_step_pre_hook(lambda optimizer, *_: calls.append((optimizer, "all before"))),
@@ -181,7 +179,6 @@ def every_optimizer(serve: Serve, number: int, held_by: Callable[[OwnedStep[Any]
 
 
 def assert_as_on_one_device(first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
-    """Of both ranks or workers."""
     for name, make in OPTIMIZERS.items():
         parameters, state = on_one_device(make)
         found, found_state, _ = first[name]
@@ -237,7 +234,6 @@ def unusual_steps(serve: Serve, number: int, calls: list[tuple[Optimizer, str]])
 
 
 def assert_unusual(found: dict[str, Any]) -> None:
-    """The results of :func:`unusual_steps` are those of one device."""
     with hooks_of_all_optimizers() as calls:
         assert_equal(found["weights"], unusual_weights([averaged(step) for step in range(STEPS)], calls))
     assert found["a group that came later, on one rank"] == [0.5] * 3, "the mean of 1 and of no gradient"

@@ -14,8 +14,6 @@ from lightning_multigpu.engine.placeholder import Placeholder
 
 
 class Drawn(nn.Module):
-    """Values drawn before they are registered, and again afterwards."""
-
     def __init__(self) -> None:
         super().__init__()
         self.before = nn.Parameter(torch.randn(3, 4))
@@ -36,8 +34,6 @@ class Tied(nn.Module):
 
 
 class Redrawn(nn.Sequential):
-    """All weights are drawn anew when all layers are there."""
-
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.Embedding(5, 4, padding_idx=2), nn.Linear(4, 4))
         self.apply(self.draw)

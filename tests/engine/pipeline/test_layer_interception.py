@@ -97,7 +97,6 @@ def skip_connection(module: Model, x: Tensor) -> Tensor:
 
 
 def by_stages(forward: Forward, cuts: tuple[int, ...]) -> Any:
-    """What the stages compute, one after the other."""
     module = Model()
     chain = find_chain(module, "auto", 2)
     received: Activations | None = None

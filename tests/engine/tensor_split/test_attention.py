@@ -34,7 +34,6 @@ def _masks(case: str, num_keys: int) -> dict[str, Tensor]:
 
 
 def _attend(options: dict[str, Any], own_keys: bool, cases: Sequence[tuple[bool, str]]) -> None:
-    """Checks the attention in cases: whether weights are needed, and masks."""
     with tensor_group() as (group, meter):
         for need_weights, case in cases:
             meter.end_step()
@@ -82,8 +81,6 @@ def test_attention_to_other_keys(world2: World, options: dict[str, Any]) -> None
 
 
 class Doubled(nn.MultiheadAttention):
-    """A user's own."""
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output, weights = super().forward(*args, **kwargs)
         return 2 * output, weights

@@ -49,7 +49,6 @@ def _linear(kind: str, inputs: int, outputs: int) -> nn.Module:
 
 
 def _pair(kind: str, group: TensorGroup) -> tuple[Block, Block]:
-    """A whole block and the same one, split in place."""
     torch.manual_seed(0)
     gate = _linear(kind, WIDTH, HIDDEN) if kind == "gated" else None
     whole = Block(_linear(kind, WIDTH, HIDDEN), gate, _linear(kind, HIDDEN, WIDTH))
@@ -107,8 +106,6 @@ def test_an_embedding_that_looks_at_all_rows_is_refused() -> None:
 
 
 class Scaled(nn.Embedding):
-    """As Gemma has it."""
-
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 4 + self.weight.mean()
 

@@ -71,7 +71,6 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 
 def _parameter(group: Any = None) -> Parameter:
-    """One with a gradient, cut for the group."""
     parameter = Parameter(torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)))
     gradient = torch.randn(SHAPE, generator=torch.Generator().manual_seed(2))
     if group is not None:

@@ -72,7 +72,6 @@ class Job:
             go_on(rank)
 
     def outcome(self) -> tuple[list[int], list[str]]:
-        """Waits for all ranks; exit codes and what they have printed."""
         printed = [rank.communicate(timeout=DEADLINE_S)[0] for rank in self.ranks]
         return [rank.returncode for rank in self.ranks], printed
 
@@ -83,7 +82,6 @@ class Job:
         return printed
 
     def guardian_ends(self) -> bool:
-        """Whether the guardian ends, soon after the last rank."""
         return eventually(lambda: not is_alive(self.guardian.pid))
 
 
@@ -100,7 +98,6 @@ def start_rank(rank: int, statements: str, address: str) -> subprocess.Popen[str
 
 
 def line_of(process: subprocess.Popen[str]) -> str:
-    """The next line that the process prints."""
     assert process.stdout is not None
     return process.stdout.readline()
 
@@ -119,7 +116,6 @@ def is_alive(pid: int) -> bool:
 
 
 def eventually(condition: object, timeout_s: float = DEADLINE_S) -> bool:
-    """Whether the condition becomes true in time."""
     assert callable(condition)
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,18 +13,6 @@ from lightning_multigpu.job.guardian import Guardian
 from tests.job.guardian.job import WORK, Job, eventually, is_alive, line_of, start_rank
 
 pytestmark = pytest.mark.launch
-
-
-def test_a_rank_killed_with_sigkill_is_named_and_the_others_are_told(capfd: pytest.CaptureFixture[str]) -> None:
-    works = "client.flight_recorder.completed(120); print('x', flush=True); told.wait(60)"
-    with Job(WORK, works) as job:
-        assert line_of(job.ranks[1]) == "x\n"
-        job.ranks[1].kill()
-        printed = job.ends(1, -signal.SIGKILL)
-        what = f"rank 1 (host {os.uname().nodename}, pid {job.ranks[1].pid}, last completed step 120)"
-        assert f"told: {what} was ended by SIGKILL" in printed[0]
-    err = capfd.readouterr().err
-    assert err == f"The job failed: {what} was ended by SIGKILL\n", "once, and as the last thing"
 
 
 def test_a_rank_that_hangs_on_its_way_to_the_others(capfd: pytest.CaptureFixture[str]) -> None:
@@ -50,21 +37,6 @@ def test_who_does_not_end_when_told_is_killed(capfd: pytest.CaptureFixture[str])
     assert capfd.readouterr().err.startswith("The job failed: rank 1 (")
 
 
-def test_a_job_that_is_paused_as_a_whole_goes_on(capfd: pytest.CaptureFixture[str]) -> None:
-    """A laptop's lid is closed: all processes stop, and go on one after the other."""
-    with Job(*["time.sleep(3); client.leave()"] * 2, failure_timeout_s=2.0) as job:
-        pids = [job.ranks[0].pid, job.ranks[1].pid, job.guardian.pid]
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(1.5)
-        os.kill(job.guardian.pid, signal.SIGCONT)
-        time.sleep(0.7)  # it sees that the others are stopped
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)
-        job.ends(0, 0)
-    assert capfd.readouterr().err == ""
-
-
 def test_the_end_of_the_guardian_is_told_and_ends_the_ranks() -> None:
     with Job(WORK, "time.sleep(60)", failure_timeout_s=2.0) as job:
         os.kill(job.guardian.pid, signal.SIGKILL)
@@ -80,15 +52,6 @@ def test_signals_to_the_whole_job_do_not_end_the_guardian(capfd: pytest.CaptureF
             os.kill(job.guardian.pid, number)
         job.ends(0)
     assert capfd.readouterr().err == ""
-
-
-def test_the_word_of_a_rank_that_raises_comes_before_its_exit_status(capfd: pytest.CaptureFixture[str]) -> None:
-    fails = "client.failed(Failure('raised OwnError: spoilt', 1, traceback='Traceback: ...')); sys.exit(1)"
-    with Job(WORK, fails) as job:
-        printed = job.ends(1, 1)
-        assert "raised OwnError: spoilt" in printed[0]
-    err = capfd.readouterr().err
-    assert err.startswith("Traceback: ...\nThe job failed: rank 1")
 
 
 def test_a_failure_is_shown_once_with_the_advice_of_the_first_rank(capfd: pytest.CaptureFixture[str]) -> None:

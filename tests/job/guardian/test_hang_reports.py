@@ -30,8 +30,6 @@ def waits_in(operation: str, file: Path) -> str:
 
 
 class Terminal:
-    """What the guardians print."""
-
     def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
         self._capfd = capfd
         self.text = ""
@@ -58,8 +56,6 @@ def test_ranks_of_two_hosts_in_one_report(tmp_path: Path, capfd: pytest.CaptureF
 
 
 class Known(list[Any]):
-    """The ranks of a host that a test has."""
-
     @property
     def at_work(self) -> list[Any]:
         return list(self)

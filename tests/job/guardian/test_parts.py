@@ -26,7 +26,6 @@ from tests.job.guardian.job import eventually
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing."""
     process = subprocess.Popen([sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"])
     yield process
     process.kill()
@@ -35,7 +34,6 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def pair() -> Iterator[tuple[Connection, Connection]]:
-    """Two ends of a connection."""
     ends = [Connection(sock) for sock in socket.socketpair()]
     yield ends[0], ends[1]
     for end in ends:
@@ -128,8 +126,6 @@ def test_a_later_process_with_the_same_pid_is_another_one(sleeper: subprocess.Po
 
 
 class FakeProcess:
-    """A process in a state that the test sets."""
-
     def __init__(self, pid: int) -> None:
         self.pid, self.now = pid, RUNNING
         self.code: int | None = None

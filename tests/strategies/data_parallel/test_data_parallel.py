@@ -81,8 +81,6 @@ def test_loss_reduction() -> None:
 
 
 class _Unusual(L.LightningModule):
-    """Tied weights, a recurrent layer, hooks, a method as an attribute, and a layer that is unfrozen."""
-
     def __init__(self) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(3)

@@ -89,7 +89,6 @@ def train(case: Case = LONG, **options: Any) -> dict[str, Any]:
 
 
 def loss(weights: dict[str, Tensor]) -> float:
-    """Over all samples."""
     module = Classifier()
     module.load_state_dict(weights, strict=False)
     x, y = dataset(400).tensors
@@ -156,8 +155,6 @@ def test_what_is_not_sent_of_changes_is_kept(world4: World, tmp_path: Path) -> N
 
 
 class Planted(Classifier):
-    """An infinite gradient in one step, on one rank, in one layer."""
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 4 and self.trainer.global_rank == 3:

@@ -37,8 +37,6 @@ NUM_PARAMETERS = 4
 
 
 class Recorder(Callback):
-    """The batches of this rank, and its weights when validation and each step end."""
-
     def __init__(self) -> None:
         self.batches: list[Any] = []
         self.at_validation: list[dict[str, Tensor]] = []

@@ -123,8 +123,3 @@ def test_buffers_are_those_of_rank_zero(strategy: str, world2: World) -> None:
 def test_bfloat16_parameters_travel_as_such(world2: World) -> None:
     both = world2.run(traffic, 1, precision="bf16-true")
     assert {step.of("all_reduce", "data")[0].size_bytes for steps in both for step in steps} == {GRADIENT_BYTES // 4}
-
-
-def test_unused_parameters_are_explained(world2: World) -> None:
-    words = r"RingDDPStrategy\(find_unused_parameters=True\)"
-    world2.run_raising(RuntimeError, words, fit_module, Classifier(unused=True), "ring_ddp", 2)

@@ -12,7 +12,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.trainer.states import TrainerStatus
 from torch import Tensor, nn
@@ -38,13 +38,10 @@ CASE = Case(optimizer="adamw", max_epochs=2)
 
 
 def fit(module: L.LightningModule, ranks: int, case: Case = CASE, **options: Any) -> L.Trainer:
-    """Trains on the ranks; on one device without a strategy."""
     return fit_module(module, "ddp_sharded" if ranks > 1 else None, ranks, case, **options)
 
 
 class OtherOptimizer(Classifier):
-    """Trains with an optimizer of a class that the contract does not have."""
-
     def __init__(self, make: Any, **options: Any) -> None:
         super().__init__()
         self.make, self.options = make, options
@@ -127,8 +124,6 @@ class AddsUp(Classifier):
 
 
 class ReadsClipped(ReadsGradients):
-    """Has Lightning clip, and reads the clipped gradients."""
-
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
         self.norms.append(self.norm())
@@ -210,8 +205,6 @@ class Layers(L.LightningModule):
 
 
 class InTurns(Classifier):
-    """Ranks come to two layers of one shape in another order."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -229,8 +222,6 @@ def test_ranks_may_come_to_parameters_in_another_order(world2: World) -> None:
 
 
 class TwoTypes(Classifier):
-    """Its first layer computes in float64, the others in float32."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first.double()
@@ -400,11 +391,6 @@ def test_without_fairscale_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         make_trainer(CASE, "ddp_sharded", 2)
 
 
-class Interrupts(Callback):
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.state.status = TrainerStatus.INTERRUPTED
-
-
 def saved_after_the_run(path: str, *callbacks: Callback) -> None:
     trainer = fit(Classifier("adamw"), 2, Case(optimizer="adamw", max_epochs=1), callbacks=list(callbacks))
     trainer.save_checkpoint(path)
@@ -414,5 +400,8 @@ def test_a_checkpoint_that_is_saved_after_the_run(world2: World, tmp_path: Path)
     world2.run(saved_after_the_run, str(tmp_path / "after.ckpt"))
     states = torch.load(tmp_path / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]
     assert list(states) == [0, 1, 2, 3]
+    interrupts = LambdaCallback(
+        on_train_end=lambda trainer, _: setattr(trainer.state, "status", TrainerStatus.INTERRUPTED)
+    )
     words = "after the run, which was interrupted, and each rank has its part"
-    world2.run_raising(RuntimeError, words, saved_after_the_run, str(tmp_path / "parts.ckpt"), Interrupts())
+    world2.run_raising(RuntimeError, words, saved_after_the_run, str(tmp_path / "parts.ckpt"), interrupts)

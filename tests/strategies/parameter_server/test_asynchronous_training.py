@@ -365,8 +365,6 @@ def test_schedules_count_a_ranks_own_steps_where_its_batches_are_its_own(world2:
 
 
 def test_a_program_goes_on_after_the_fit(world2: World) -> None:
-    """Ranks evaluate together."""
-
     def tests() -> Any:
         trainer = fit_module(Seen(), "async_ps", 2, Case(max_epochs=1), loader(), eval_loader())
         return trainer.test(trainer.lightning_module, eval_loader(), verbose=False)

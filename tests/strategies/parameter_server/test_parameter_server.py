@@ -13,7 +13,7 @@ from unittest import mock
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch import Tensor, nn
 
 from lightning_multigpu import ParameterServerStrategy
@@ -40,7 +40,6 @@ both = pytest.mark.parametrize("name", ["cpu_ps", "sync_ps"])
 
 
 def fit(module: L.LightningModule, name: str | None, case: Case = CASE, **options: Any) -> L.Trainer:
-    """Trains on two ranks; on one device without a name."""
     return fit_module(module, name, 1 if name is None else 2, case, **options)
 
 
@@ -150,16 +149,9 @@ def test_wrong_options_are_refused(options: dict[str, Any], words: str) -> None:
 
 
 class Fails(Classifier):
-    """Its second rank fails while the first one waits for the server."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3 and not self.trainer.strategy.is_global_zero:
             raise ValueError("the second rank is spoilt")
-
-
-class SavesAtExceptions(Callback):
-    def on_exception(self, trainer: L.Trainer, *_: Any) -> None:
-        trainer.save_checkpoint("never.ckpt")
 
 
 @both
@@ -168,15 +160,12 @@ def test_the_rank_that_fails_is_named_and_not_the_server(world2: World, name: st
     """A checkpoint at the exception would read states that are lost, and hide it."""
     # The second rank waits for a third of the time whether the first one raises the same.
     case, words = replace(CASE, strategy={"failure_timeout_s": 6.0}), "the second rank is spoilt"
-    for error in world2.run_raising(
-        ValueError, words, lambda: fit(Fails(), name, case, callbacks=[SavesAtExceptions()])
-    ):
+    saves = LambdaCallback(on_exception=lambda trainer, *_: trainer.save_checkpoint("never.ckpt"))
+    for error in world2.run_raising(ValueError, words, lambda: fit(Fails(), name, case, callbacks=[saves])):
         assert "rank 1" in "".join(error.__notes__)
 
 
 class Interrupted(Classifier):
-    """Its servers are killed in the middle of the first epoch."""
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         strategy: Any = self.trainer.strategy
         if batch_idx == 3 and strategy.is_global_zero:

@@ -115,7 +115,6 @@ def assert_same(weights: dict[str, Tensor], reference: dict[str, Tensor]) -> Non
 
 @pytest.mark.parametrize(("schedule", "balance"), [("1f1b", "time"), ("zero_bubble", "parameters")])
 def test_trains_as_on_one_device(schedule: str, balance: str, world2: World) -> None:
-    """Also if layers move when they are measured."""
     reference = train()
     last, first = world2.run(train, schedule, balance)
     for result in (last, first):
@@ -302,7 +301,6 @@ class Alone:
 
 
 def test_what_no_rank_has_is_told_on_every_rank() -> None:
-    """As where values come from another stage."""
     first, copying = (built(Copying(), position) for position in (0, 1))
     for mine, missing, words in (
         (

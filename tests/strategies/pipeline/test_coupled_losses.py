@@ -108,7 +108,6 @@ DATA = Case(max_epochs=2, num_samples=40, trainer={"use_distributed_sampler": Fa
 
 
 def train(module: Callable[[], Any], options: dict[str, Any], trainer_options: dict[str, Any]) -> int:
-    """The number of steps, which a message about a refused one has, too."""
     ranks = trainer_options.get("devices", 2)
     trainer = make_trainer(DATA, PipelineStrategy(**{"num_micro_batches": 2, **options}), ranks, **trainer_options)
     try:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.loggers.logger import Logger
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,25 +17,10 @@ from lightning_multigpu import PipelineStrategy
 from lightning_multigpu.strategies.pipeline import proof
 from lightning_multigpu.strategies.pipeline.proof import Proof
 from lightning_multigpu.strategies.steps.dry_run import without_trace
+from tests.callbacks.training import RecordingLogger
 from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.tasks import Case, Classifier, assert_trains_alike, make_trainer, train_loader
 from tests.world import World
-
-
-class Counting(Logger):
-    """Keeps what is logged directly, and what Lightning logs."""
-
-    name = version = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metrics: list[dict[str, float]] = []
-
-    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
-        self.metrics.append(metrics)
 
 
 class Traced(Classifier):
@@ -81,7 +65,7 @@ class Traced(Classifier):
 
 def trace(verify_steps: int, schedule: Any) -> dict[str, Any]:
     case = Case(max_epochs=2, num_samples=20, trainer={"accumulate_grad_batches": 2})
-    module, logger = Traced(), Counting()
+    module, logger = Traced(), RecordingLogger()
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
@@ -97,7 +81,7 @@ def trace(verify_steps: int, schedule: Any) -> dict[str, Any]:
         "modes": module.modes,
         "draws": module.draws,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
-        "logged": [{name: v for name, v in metrics.items() if name != "epoch"} for metrics in logger.metrics],
+        "logged": [{name: v for name, v in metrics.items() if name != "epoch"} for _, metrics in logger.rows],
         "recorded": [step.num_micro_batches for step in module.recorded.steps],
         "sent": [(t.operation, t.group, t.size_bytes) for step in strategy.meter.steps for t in step.operations],
     }

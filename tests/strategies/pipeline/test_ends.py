@@ -129,8 +129,6 @@ class Shifted(Mixed):
 
 
 class EmbeddingLoss(Wide):
-    """A term of the loss needs the embeddings."""
-
     def forward(self, tokens: Tensor) -> Tensor:
         self.term = self.embedded(tokens)
         return self.through(self.term, torch.zeros(()))

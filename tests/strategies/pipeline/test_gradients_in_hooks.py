@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor
 
@@ -28,8 +29,6 @@ from tests.world import World
 
 
 class Clipping(Classifier):
-    """Clips by hand, and logs norms before and after."""
-
     def __init__(self) -> None:
         super().__init__("adamw")
         self.norms: list[float] = []
@@ -45,22 +44,19 @@ class Clipping(Classifier):
 
 
 class ByHand(Classifier):
-    """Calls the closure itself, clips, and steps without it."""
-
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         torch.nn.utils.clip_grad_norm_(self.parameters(), 0.3)
         optimizer.step()
 
 
-class ClipEach(L.Callback):
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        for gradient in gradients(pl_module):
-            gradient.mul_(0.1 / gradient.norm())
-
-
 def gradients(module: L.LightningModule) -> list[Tensor]:
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def clip_each(_: Any, module: L.LightningModule, optimizer: Any) -> None:
+    for gradient in gradients(module):
+        gradient.mul_(0.1 / gradient.norm())
 
 
 def train(module: type[Classifier], strategy: Any, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -92,7 +88,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
         (Clipping, "zero_bubble", {}),
         (Clipping, "1f1b", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}),
         (ByHand, "1f1b", {"accumulate_grad_batches": 2}),
-        (Classifier, "1f1b", {"callbacks": [ClipEach()]}),
+        (Classifier, "1f1b", {"callbacks": [LambdaCallback(on_before_optimizer_step=clip_each)]}),
     ],
     ids=["by hand", "and by the Trainer", "in optimizer_step", "by a callback"],
 )

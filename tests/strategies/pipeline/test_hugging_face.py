@@ -26,7 +26,6 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from lightning_multigpu.engine.errors import PipelineError
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.tasks import Case, assert_same_weights, make_strategy, make_trainer, state
 from tests.world import World
@@ -179,34 +178,7 @@ def test_trains_as_on_one_device(kind: str, name: str, options: dict[str, Any], 
     assert results[0]["caches"] == [False, False]
 
 
-# transformers 5.17 computes the call of a block again, with all that has been put around its forward.
-CHECKPOINTS_FORWARD = hasattr(PreTrainedModel, "activation_checkpointing_enable")
-
-
-class Checkpointing(Decoder):
-    def __init__(self, kind: str) -> None:
-        super().__init__(kind)
-        enable = "activation" if CHECKPOINTS_FORWARD else "gradient"
-        getattr(self.model, f"{enable}_checkpointing_enable")()
-
-
-def train_checkpointing() -> list[float]:
-    module = Checkpointing("gpt2")
-    strategy = make_strategy("pipeline_zero_bubble", loss_reduction=num_targets, num_micro_batches=4)
-    make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(32), batch_size=8))
-    return module.losses
-
-
-def test_models_that_compute_their_blocks_again_by_themselves(world2: World) -> None:
-    if not CHECKPOINTS_FORWARD:
-        words = "leave the checkpoint around the layers out, and pass activation_checkpointing=True"
-        world2.run_raising(PipelineError, words, train_checkpointing)
-        return
-    assert world2.run(train_checkpointing) == [pytest.approx(one_device("gpt2")["losses"], rel=1e-6)] * 2
-
-
 def train_whole(**options: Any) -> dict[str, Any]:
-    """Every rank has the same batches."""
     module = Decoder("gpt2")
     strategy = make_strategy("ring_ddp", find_unused_parameters=True, **options)  # it has heads without a use
     make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(32), batch_size=4))
@@ -214,7 +186,6 @@ def train_whole(**options: Any) -> dict[str, Any]:
 
 
 def test_blocks_that_run_again_on_whole_models(world2: World) -> None:
-    """With a cache they would find their own keys in it."""
     plain, *_ = world2.run(train_whole)
     for result in world2.run(train_whole, activation_checkpointing=True):
         assert_same_weights(result, plain)

@@ -139,8 +139,6 @@ class KeepsInHooks(Plain):
 
 
 class Collects(Plain):
-    """Keeps values for hooks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []

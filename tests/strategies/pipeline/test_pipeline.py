@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import BaseFinetuning, ModelPruning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, LambdaCallback, ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -223,8 +223,6 @@ def test_gpt_trains_as_on_one_device(schedule: str, by_hand: dict[str, Any], wor
 
 
 class Augmented(TinyGPT):
-    """Changes batches on its device, on each rank in its own way."""
-
     def on_after_batch_transfer(self, batch: dict[str, Tensor], dataloader_idx: int) -> dict[str, Tensor]:
         return {name: (value + self.trainer.global_rank) % VOCABULARY for name, value in batch.items()}
 
@@ -248,8 +246,6 @@ class CountedBlock(Block):
 
 
 class CountedGPT(TinyGPT):
-    """Two of its blocks are counted; its head is tied."""
-
     def __init__(self) -> None:
         super().__init__(tied=True)
         for block in self.blocks[1:3]:
@@ -309,8 +305,6 @@ def test_stages_of_a_rank_start_from_the_same_batch_and_all_stages_draw_alike(wo
 
 
 class Watched(Classifier):
-    """Looks at what this rank holds while it trains."""
-
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         strategy: Any = self.trainer.strategy
         self.with_gradient = [n for n, p in self.named_parameters() if strategy.holds(p) and len(p.grad.numpy())]
@@ -360,17 +354,13 @@ class Unfreezing(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.first, optimizer, lr=0.05)
 
 
+def saves_at_end(path: Path) -> L.Callback:
+    return LambdaCallback(on_train_end=lambda trainer, _: trainer.save_checkpoint(path))
+
+
 class Tuned(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
-
-
-class SaveAtEnd(L.Callback):
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        trainer.save_checkpoint(self.path)
 
 
 @pytest.mark.parametrize(("schedule", "balance"), [("1f1b", [2, 6]), ("zero_bubble", [1, 1, 1, 5])])
@@ -378,7 +368,7 @@ def test_layers_of_another_stage_are_unfrozen_in_the_middle(
     schedule: str, balance: list[int], world2: World, tmp_path: Path
 ) -> None:
     """In the first epoch the whole first stage is frozen."""
-    one, two = ([Unfreezing(), SaveAtEnd(tmp_path / name)] for name in ("one", "two"))
+    one, two = ([Unfreezing(), saves_at_end(tmp_path / name)] for name in ("one", "two"))
     case = Case(max_epochs=2)
     reference = fitted(Tuned, 1, case=case, callbacks=one)
     for result in world2.run(fitted, Tuned, case=case, callbacks=two, schedule=schedule, balance=balance):
@@ -391,19 +381,18 @@ def test_layers_of_another_stage_are_unfrozen_in_the_middle(
     torch.testing.assert_close(found["state"], expected["state"], rtol=1e-9, atol=1e-11)
 
 
-class OneSided(L.Callback):
-    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: Any) -> None:
-        if trainer.global_rank == 0:
-            trainer.optimizers[0].param_groups[0]["params"].extend(pl_module.second.parameters())
-
-
 class FirstOnly(Classifier):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.first.parameters(), lr=0.1)
 
 
 def test_optimizers_of_different_parameters_make_no_checkpoint(world2: World, tmp_path: Path) -> None:
-    words, callbacks = r"only one of two has \['layers.2.bias', 'layers.2.weight'\]", [OneSided(), SaveAtEnd(tmp_path)]
+    def grow(trainer: L.Trainer, module: Any) -> None:
+        if trainer.global_rank == 0:
+            trainer.optimizers[0].param_groups[0]["params"].extend(module.second.parameters())
+
+    words = r"only one of two has \['layers.2.bias', 'layers.2.weight'\]"
+    callbacks = [LambdaCallback(on_train_epoch_start=grow), saves_at_end(tmp_path)]
     world2.run_raising(PipelineError, words, fitted, FirstOnly, callbacks=callbacks)
 
 
@@ -498,8 +487,6 @@ def test_in_a_notebook_the_strategy_that_works_is_named(monkeypatch: pytest.Monk
 
 
 class Drawing(Classifier):
-    """Draws a random number in every step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.own = SimpleNamespace(drawn=set())

@@ -181,8 +181,6 @@ def test_a_run_goes_on_with_other_split_points(world2: World) -> None:
 
 
 class LadderLate(LadderTask):
-    """Builds its net when the ranks know of each other."""
-
     def __init__(self) -> None:
         super().__init__()
         del self.net

@@ -52,13 +52,11 @@ def profiled(
     active: int = 5,
     activations: bool = False,
     module: type[Deep] = Deep,
-    ranks: int = 2,
     **options: Any,
 ) -> Any:
-    """The report of a fit of some batches of 64 samples."""
     callback = ProfilerReport(wait=0, active=active, activations=activations, **QUIET)
     data: Any = DataLoader([torch.ones(64, WIDTH)] * batches, batch_size=None)  # type: ignore[arg-type]
-    fit_module(module(), PipelineStrategy(**options), ranks, FLOAT32, data, callbacks=[callback])
+    fit_module(module(), PipelineStrategy(**options), 2, FLOAT32, data, callbacks=[callback])
     return callback.report
 
 
@@ -138,11 +136,6 @@ def test_what_a_plan_predicts_is_kept(schedule: str, again: Any, of_first: int |
     assert [rank.activations_bytes for rank in memory] == measured
     ranks = [True, True] if again is True else [bool(again) and schedule == "interleaved", bool(again)]
     assert [rank.recomputed_bytes for rank in memory] == [INSIDE // 4 * has for has in ranks]
-
-
-def test_two_pipelines_side_by_side(world4: World) -> None:
-    report, *_ = world4.run(profiled, num_micro_batches=4, pipeline_parallel_size=2, ranks=4)
-    assert [pipeline.ranks for pipeline in pipelines_of(report)] == [[1, 0], [3, 2]]
 
 
 class Frozen(Deep):

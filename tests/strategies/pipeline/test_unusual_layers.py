@@ -38,8 +38,6 @@ def blocks() -> nn.Sequential:
 
 
 class Task(Plain):
-    """Runs its layers in one way."""
-
     def __init__(self, make: Callable[[], nn.Module], way: str = "called") -> None:
         super().__init__()
         torch.manual_seed(3)
@@ -68,8 +66,6 @@ class Gate(nn.Module):
 
 
 class Reader(nn.Module):
-    """Several of them share a memory."""
-
     def __init__(self, memory: nn.Linear) -> None:
         super().__init__()
         self.own, self.memory = nn.Linear(WIDTH, WIDTH), memory
@@ -140,7 +136,6 @@ SCHEDULES = "1f1b", "zero_bubble"
 
 
 def train(name: str) -> list[dict[str, Any]]:
-    """Under each schedule."""
     results = []
     for schedule in SCHEDULES:
         with warnings.catch_warnings(record=True) as said:

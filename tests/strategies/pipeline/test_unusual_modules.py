@@ -137,8 +137,6 @@ class Quantised(Plain):
 
 
 class Halved(Plain):
-    """Its parameters have hooks."""
-
     def __init__(self) -> None:
         super().__init__()
         for parameter in self.parameters():

@@ -100,7 +100,7 @@ class Task(L.LightningModule):
         torch.manual_seed(3)
         self.model = make()
         self.validated: list[float] = []
-        self.norms: list[float] = []
+        self.noted: list[float] = []
 
     def loss(self, batch: list[Tensor]) -> Tensor:
         (tokens,) = batch

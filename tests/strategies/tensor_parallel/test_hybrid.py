@@ -94,8 +94,6 @@ class Dealt(Task):
 
 
 class Built(Dealt):
-    """Each rank builds the layers of its stages alone."""
-
     def __init__(self) -> None:
         super().__init__(nn.Identity)
 

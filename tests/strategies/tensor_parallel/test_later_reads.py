@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 
 from lightning_multigpu.engine.tensor_split.parts import SplitTensor
-from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, fit_module, state
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, eval_loader, fit_module, trained_weights
 from tests.world import World
 
 CASE = Case(max_epochs=2, num_samples=24)
@@ -46,7 +46,7 @@ class Blocks(Classifier):
         self.reads = reads
         self.blocks = nn.Sequential(Block(), Block())
         self.hidden: list[Tensor] = []
-        self.logged: list[float] = []
+        self.noted: list[float] = []
         for block in self.blocks:
             block.up.register_forward_hook(self.notes)
         self.listed_before_the_fit = [p for name, p in self.named_parameters() if "up" in name]
@@ -54,7 +54,7 @@ class Blocks(Classifier):
     def notes(self, _: nn.Module, inputs: Any, output: Tensor) -> None:
         self.hidden.append(output)
         if self.reads == "hidden values" and self.trainer.current_epoch:  # units that are dead
-            self.logged.append(float((output > 0.5).double().mean((0,)).lt(0.2).sum()))
+            self.noted.append(float((output > 0.5).double().mean((0,)).lt(0.2).sum()))
 
     @torch.no_grad()
     def on_train_epoch_start(self) -> None:
@@ -68,7 +68,7 @@ class Blocks(Classifier):
 
     def on_train_batch_end(self, *args: Any) -> None:
         if self.reads == "weights":
-            self.logged += [float(p.detach().norm()) for p in self.parameters()]
+            self.noted += [float(p.detach().norm()) for p in self.parameters()]
 
     def on_train_end(self) -> None:
         self.hidden.clear()  # their graphs keep process groups
@@ -86,22 +86,17 @@ class Blocks(Classifier):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         if self.reads == "hidden values":
             hidden = torch.tanh(self.blocks[0].up(batch[0]))
-            self.logged += [float(hidden.square().mean()), float(hidden.argmax(-1).sum())]
-
-
-def train(strategy: str | None, ranks: int, reads: str) -> dict[str, Any]:
-    module = Blocks(reads)
-    fit_module(module, strategy, ranks, CASE, None, eval_loader(8))
-    return {"weights": state(module), "logged": module.logged}
+            self.noted += [float(hidden.square().mean()), float(hidden.argmax(-1).sum())]
 
 
 @pytest.mark.parametrize(("strategy", "reads"), [*(("tensor_split", reads) for reads in KINDS), ("hybrid", "weights")])
 def test_what_code_does_later(strategy: str, reads: str, world2: World) -> None:
     """The trial of the first batch did not see it, and layers trained or logged other numbers, in silence."""
-    expected = train(None, 1, reads)
-    for found in world2.run(train, strategy, 2, reads):
+    options: Any = {"case": CASE, "validation": eval_loader(8)}
+    expected = trained_weights(lambda: Blocks(reads), None, 1, **options)
+    for found in world2.run(trained_weights, lambda: Blocks(reads), strategy, 2, **options):
         assert_same_weights(found, expected)
-        assert found["logged"] == pytest.approx(expected["logged"], rel=1e-9)
+        assert found["noted"] == pytest.approx(expected["noted"], rel=1e-9)
 
 
 def train_twice() -> int:
@@ -116,8 +111,6 @@ def test_a_module_that_another_strategy_has_trained_is_split(world2: World) -> N
 
 
 class Keeps(Classifier):
-    """Copies its layers, averages and writes them, in hooks that all ranks run."""
-
     def __init__(self) -> None:
         super().__init__()
         self.kept: dict[str, Any] = {}

@@ -85,8 +85,6 @@ class Grouped(Separate):
 
 
 class Flat(nn.Module):
-    """All layers of a block are its own attributes."""
-
     def __init__(self, width: int, n_heads: int) -> None:
         super().__init__()
         self.n_heads = n_heads

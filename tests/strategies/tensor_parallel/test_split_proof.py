@@ -83,7 +83,6 @@ def one_rank_alone() -> AbstractContextManager[Any]:
 
 
 def train(options: dict[str, Any], dropout: float = 0.0, fault: Fault | None = None) -> tuple[list[bool], Any]:
-    """Modes of backward passes, and the weights."""
     MODES.clear()
     kind = HybridStrategy if options.keys() >= HYBRID.keys() else TensorSplitStrategy
     module = Task(dropout)

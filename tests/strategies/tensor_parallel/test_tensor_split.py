@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from lightning.pytorch.callbacks import Callback, LambdaCallback, StochasticWeig
 from lightning.pytorch.utilities import grad_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from lightning_multigpu import TensorSplitStrategy
 from lightning_multigpu.communication.metering.traffic import OperationTotals
@@ -26,14 +28,17 @@ from lightning_multigpu.engine.tensor_split.parts import local
 from tests.modules import TwoOptimizers
 from tests.strategies.tasks import (
     Case,
+    Classifier,
     assert_same_weights,
     assert_trains_alike,
+    dataset,
     fit,
     fit_module,
     make_strategy,
     make_trainer,
     moving_average,
     state,
+    trained_weights,
 )
 from tests.strategies.tensor_parallel.language import (
     HEADS,
@@ -304,8 +309,6 @@ def test_averages_of_weights(world2: World, kind: str, tmp_path: Any) -> None:
 
 
 class Scored(Task):
-    """Computes an accuracy of logits."""
-
     def loss(self, batch: list[Tensor]) -> Tensor:
         self.correct = (self.model(batch[0]).argmax(-1) == batch[0]).sum()
         return super().loss(batch)
@@ -369,8 +372,6 @@ def test_compiled_layers_are_refused(name: str) -> None:
 
 
 class ReadsGradients(Task):
-    """Its hooks read whole gradients and weights, and change them."""
-
     def on_after_backward(self) -> None:
         for parameter in self.parameters():
             assert parameter.grad is not None
@@ -379,43 +380,33 @@ class ReadsGradients(Task):
         self.model.embedding.weight.grad[3] = 0.0  # type: ignore[index, union-attr]
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.norms += [float(norm) for norm in grad_norm(self, 2).values()]
-        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+        self.noted += [float(norm) for norm in grad_norm(self, 2).values()]
+        self.noted.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
 
 
 class StepsByHand(Task):
-    """Clips between its closure and the step, and leaves a step out."""
-
     def optimizer_step(self, epoch: int, index: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
-        self.norms.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
+        self.noted.append(float(nn.utils.clip_grad_norm_(self.parameters(), 0.1)))
         if index != 1:
             optimizer.step()
 
     def on_train_batch_end(self, *args: Any) -> None:
         weight = self.model.embedding.weight  # type: ignore[union-attr]
         assert len(weight) == VOCABULARY
-        self.norms += [float(parameter.detach().norm()) for parameter in self.parameters()]
-
-
-def reads_gradients(ranks: int, kind: type[Task]) -> dict[str, Any]:
-    task = kind()
-    fit_module(task, "tensor_split" if ranks > 1 else None, ranks, CASE, text())
-    return {"weights": state(task), "norms": task.norms}
+        self.noted += [float(parameter.detach().norm()) for parameter in self.parameters()]
 
 
 @pytest.mark.parametrize("kind", [ReadsGradients, StepsByHand])
 def test_hooks_read_whole_gradients(world2: World, kind: type[Task]) -> None:
     """They read a rank's part: norms of Lightning's grad_norm were too small, and ranks clipped by different ones."""
-    reference = reads_gradients(1, kind)
-    for result in world2.run(reads_gradients, 2, kind):
+    reference = trained_weights(kind, None, 1, CASE, data=text)
+    for result in world2.run(trained_weights, kind, "tensor_split", 2, CASE, data=text):
         assert_same_weights(result, reference)
-        assert result["norms"] == pytest.approx(reference["norms"], rel=1e-9)
+        assert result["noted"] == pytest.approx(reference["noted"], rel=1e-9)
 
 
 class Closures(TwoOptimizers):
-    """Gives its optimizers closures, and clamps weights in its step."""
-
     def training_step(self, batch: Any, batch_idx: int) -> None:
         for optimizer in self.optimizers():  # type: ignore[union-attr]
             optimizer.step(closure=functools.partial(self.closure, optimizer, *batch))
@@ -437,3 +428,12 @@ def test_closures_train_as_one_device_does(world2: World) -> None:
 def test_groups_side_by_side_average_what_is_stepped_by_hand(world4: World) -> None:
     options = {"tensor_parallel_size": 2, "find_unused_parameters": True}
     assert_trains_alike(world4, TwoOptimizers, "tensor_split", Case(max_epochs=1, strategy=options))
+
+
+def shuffled() -> DataLoader[Any]:
+    order = torch.Generator().manual_seed(int(os.environ.get("LOCAL_RANK", 0)))
+    return DataLoader(dataset(16), batch_size=4, shuffle=True, generator=order)
+
+
+def test_ranks_of_a_group_train_on_the_same_batch_whatever_their_loaders_draw(world2: World) -> None:
+    assert_trains_alike(world2, Classifier, ("tensor_split", "hybrid"), CASE, data=shuffled)
