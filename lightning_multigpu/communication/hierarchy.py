@@ -205,16 +205,6 @@ class HierarchicalAllReduce:
         if self.inside is not None:
             self.inside.forget_moved()
 
-    def errors(self, key: Hashable, numel: int) -> tuple[Tensor, slice, int] | None:
-        """The errors that compression adds to a tensor in the next step, of which part of it, and the number of parts.
-
-        This rank may change them between two steps. None without error feedback.
-        """
-        num_parts, local = (1, 0) if self.inside is None else (self.inside.world_size, self.inside.rank)
-        part = slice(*chunk_bounds(numel, num_parts)[local])
-        errors = None if self.compressed is None else self.compressed.errors(key, part.stop - part.start)
-        return None if errors is None else (errors, part, num_parts)
-
     def end_step(self, loss_scale: float = 1.0) -> None:
         """Ends an optimizer step; compression then keeps the errors of the step. A collective."""
         compressed = self.compressed

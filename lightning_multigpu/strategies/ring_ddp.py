@@ -300,8 +300,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _further_state(self) -> dict[str, Any]:
         if self._outer is None:
             return self._kept
-        named = dict(self._module.named_parameters())
-        return {_SAVED_AS: self._outer.state(named, shares_errors=not self.failure_watch.failed)}
+        return {_SAVED_AS: self._outer.state(dict(self._module.named_parameters()))}
 
     @override
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:

@@ -54,20 +54,12 @@ class ErrorFeedback:
 
         If a tensor comes twice within a step, the second time adds the errors of the first.
         """
-        errors = self._of(key, numel)
-        errors.accept()
-        errors.written = True
-        return errors.before, errors.after
-
-    def next(self, key: Hashable, numel: int) -> Tensor:
-        """The errors to add to a flat tensor in the next step, between two steps; they may be changed in place."""
-        return self._of(key, numel).before
-
-    def _of(self, key: Hashable, numel: int) -> _Errors:
         errors = self._tensors.get(key)
         if errors is None or errors.before.numel() != numel:
             errors = self._tensors[key] = _Errors(numel)
-        return errors
+        errors.accept()
+        errors.written = True
+        return errors.before, errors.after
 
     def end_step(self, *, accept: bool) -> None:
         """Keeps the errors of the step, or forgets them and keeps the earlier ones."""
@@ -160,10 +152,6 @@ class CompressedAllReduce:
     def sent_bytes(self, tensor: Tensor) -> int:
         """Bytes that this rank sends when ``tensor`` is reduced."""
         return sent_bytes(self._segments_of(tensor.numel()), self.rank)
-
-    def errors(self, key: Hashable, numel: int) -> Tensor | None:
-        """See :meth:`ErrorFeedback.next`; None without error feedback."""
-        return None if self._errors is None else self._errors.next(key, numel)
 
     def end_step(self, loss_scale: float = 1.0) -> None:
         """Ends a step: keeps its errors if all of its sums were finite, else the state from before the step.

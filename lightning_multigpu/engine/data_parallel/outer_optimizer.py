@@ -8,7 +8,7 @@ Source: A. Douillard et al., "DiLoCo: distributed low-communication training of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -55,9 +55,10 @@ class OuterOptimizer:
         anchors, alike_before, self._alike = self._anchors, self._alike, {*parameters}
         for parameter, anchor in anchors.items():
             anchor.grad = anchor - parameter
-        for members in self._groups():
+        for members in alike(anchors, full_bytes=FLAT_BYTES):
             changes = [anchors[parameter].grad for parameter in members]
-            apply_flat(partial(self._reducer.average, key=_key(members)), changes)  # type: ignore[arg-type]
+            key = tuple(map(id, members))  # of the error feedback
+            apply_flat(partial(self._reducer.average, key=key), changes)  # type: ignore[arg-type]
         self._reducer.end_step(1.0)
         if anchors:
             optimizer = self._make(anchors.values())
@@ -71,45 +72,10 @@ class OuterOptimizer:
                     self._momenta[parameter] = momentum
         return [p for p in parameters if p not in anchors and (p.requires_grad or p not in alike_before)]
 
-    @torch.no_grad()
-    def state(self, named: Mapping[str, Tensor], *, shares_errors: bool) -> dict[str, dict[str, Tensor]]:
-        """The momentum of each parameter by its name, and with ``shares_errors`` the error of its compression.
+    def state(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The momentum of each parameter, by its name."""
+        return {name: self._momenta[p] for name, p in named.items() if p in self._momenta}
 
-        That is a collective: all ranks go on with the mean of their errors, in which nothing is lost, so that one rank
-        can save them for any number of ranks.
-        """
-        errors: dict[Tensor, Tensor] = {}
-        for members, own_errors, part, num_parts in self._errors() if shares_errors else ():
-            sizes = [parameter.numel() for parameter in members]
-            flat = torch.zeros(sum(sizes))
-            flat[part] = own_errors * num_parts
-            self._reducer.average(flat)
-            own_errors.copy_(flat[part])
-            errors |= zip(members, flat.split_with_sizes(sizes), strict=True)
-        kinds = {"momentum": self._momenta, "errors": errors}
-        return {kind: {n: of[p].view_as(p) for n, p in named.items() if p in of} for kind, of in kinds.items()}
-
-    @torch.no_grad()
-    def load(self, named: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+    def load(self, named: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Goes on from :meth:`state` and the present weights."""
-        self._momenta = {p: state["momentum"][n].to(p) for n, p in named.items() if n in state["momentum"]}
-        errors = {parameter: state["errors"].get(name) for name, parameter in named.items()}
-        self.begin(named.values())
-        for members, own_errors, part, _ in self._errors():
-            found = [torch.zeros(p.numel()) if (e := errors[p]) is None else e.reshape(-1) for p in members]
-            own_errors.copy_(torch.cat(found)[part])
-
-    def _groups(self) -> Iterator[list[Tensor]]:
-        """Parameters whose changes travel together."""
-        return alike(self._anchors, full_bytes=FLAT_BYTES)
-
-    def _errors(self) -> Iterator[tuple[list[Tensor], Tensor, slice, int]]:
-        """For each of them, what this rank has of their errors: the values, which part, and the number of parts."""
-        if (all_reduce := self._reducer.all_reduce) is not None:
-            for members in self._groups():
-                if (found := all_reduce.errors(_key(members), sum(p.numel() for p in members))) is not None:
-                    yield members, *found
-
-
-def _key(members: Iterable[Tensor]) -> tuple[int, ...]:
-    return tuple(map(id, members))
+        self._momenta = {p: state[name].to(p) for name, p in named.items() if name in state}

@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -134,24 +133,21 @@ PUSH = torch.tensor([127.0, 0.37, -0.23] * 4)
 
 
 @as_hosts()
-def push(path: str) -> Tensor:
+def push() -> Tensor:
     options = {"compression": "int8", "average_every": 2, "outer_optimizer": {"lr": 1, "momentum": 0}}
     module = Pushed()
     case = replace(LONG, trainer={"max_steps": 20, "max_epochs": -1})
-    trainer = fit_module(module, make_strategy("ring_ddp", **options), 4, case, train_loader(case, 4), **TWO_HOSTS)
-    trainer.save_checkpoint(path)
+    fit_module(module, make_strategy("ring_ddp", **options), 4, case, train_loader(case, 4), **TWO_HOSTS)
     return module.weight.detach()
 
 
-def test_what_is_not_sent_of_changes_is_kept(world4: World, tmp_path: Path) -> None:
-    """Ten averages of two steps: errors do not add up, and are kept between averages and in a checkpoint."""
-    first, *others = world4.run(push, str(tmp_path / "it.ckpt"))
+def test_what_is_not_sent_of_changes_is_kept(world4: World) -> None:
+    """Ten averages of two steps: errors are kept between averages, and do not add up."""
+    first, *others = world4.run(push)
     given = -20 * 2.5 * PUSH
     scale = 2 * 3.5 * 127 / 127  # of the changes of the second host
     assert 0.5 < (first - given).abs().max() < scale < given[2].abs()
     assert all(torch.equal(first, other) for other in others)
-    kept = torch.load(tmp_path / "it.ckpt", weights_only=True)["outer_optimizer"]["errors"]["weight"]
-    torch.testing.assert_close(first - kept, given, rtol=1e-4, atol=1e-3)
 
 
 class Planted(Classifier):
