@@ -159,7 +159,7 @@ class Members:
         )
         if not int(starts or 0) or not self._main.check(["met"]):
             self._meet_first("0", limits.join_timeout_s)
-        elif (quorum := _all_lost(url, limits.heartbeat_timeout_s)) is not None:
+        elif (quorum := _all_lost(url, limits.heartbeat_timeout_s)) is not None and not self.is_over:
             self.begins_anew = True
             self._meet_first(quorum, limits.straggler_timeout_s)
 

@@ -80,6 +80,15 @@ def test_no_loss(tmp_path: Path) -> None:
         assert samples_of_epochs(job) == [Counter(range(SAMPLES))] * 2
 
 
+def test_a_rank_that_is_started_when_the_fit_is_over(tmp_path: Path) -> None:
+    """It took all ranks for lost, and trained alone from the newest checkpoint."""
+    with Job(tmp_path, {"trainer": {"max_epochs": 1}, "pause_s": 0}) as job:
+        assert job.run() == [0, 0]
+        job.start(0)
+        assert job.processes[0].wait(60) == 0
+        assert samples_of_epochs(job) == [Counter(range(SAMPLES))]
+
+
 def test_a_killed_rank(tmp_path: Path) -> None:
     """The other goes on, with the samples that are left; the rank of the terminal is lost like another."""
     with Job(tmp_path, {"trainer": {"max_epochs": 3}, "faults": [fault(0, 4)], "report": True}) as job:
