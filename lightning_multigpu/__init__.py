@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lightning_multigpu.strategies import (
         CPUParameterServerStrategy,
         DataParallelStrategy,
+        FaultTolerantDDPStrategy,
         HybridStrategy,
         MultiGPUStrategy,
         ParameterServerStrategy,
@@ -36,6 +37,7 @@ __all__ = [
     "STRATEGIES",
     "CPUParameterServerStrategy",
     "DataParallelStrategy",
+    "FaultTolerantDDPStrategy",
     "HybridStrategy",
     "Meter",
     "MultiGPUStrategy",

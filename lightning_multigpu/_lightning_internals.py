@@ -6,7 +6,8 @@ When Lightning moves one of them, ``tests/test_lightning_internals.py`` names it
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -23,6 +24,11 @@ from lightning.fabric.strategies.launchers.multiprocessing import (
 from lightning.fabric.strategies.launchers.multiprocessing import (
     # Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
     _disable_module_memory_sharing as disable_module_memory_sharing,
+)
+from lightning.fabric.strategies.launchers.subprocess_script import (
+    # The command that runs this script again for a rank: see command_of_rank.
+    _basic_subprocess_cmd,
+    _hydra_subprocess_cmd,
 )
 from lightning.fabric.utilities.cloud_io import (
     # What Lightning's loading of a checkpoint passes on to torch.load: see LOADS_WEIGHTS_ONLY.
@@ -41,9 +47,21 @@ from lightning.fabric.utilities.imports import (
     _IS_INTERACTIVE as IS_INTERACTIVE,
 )
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from lightning.pytorch.loops.evaluation_loop import (
+    # A validation is repeated where a rank is lost in it.
+    _EvaluationLoop as EvaluationLoop,
+)
 from lightning.pytorch.loops.fit_loop import (
     # The loops of a fit read `should_stop` between two hooks: ranks can agree on it only there.
     _FitLoop as FitLoop,
+)
+from lightning.pytorch.loops.loop import (
+    _Loop,
+)
+from lightning.pytorch.loops.progress import (
+    # A rank takes over the counters of another one in the middle of an epoch, where loading a checkpoint would begin
+    # the epoch anew.
+    _BaseProgress,
 )
 from lightning.pytorch.loops.training_epoch_loop import (
     _TrainingEpochLoop as TrainingEpochLoop,
@@ -92,14 +110,18 @@ __all__ = [
     "LOADS_WEIGHTS_ONLY",
     "WEIGHT_AVERAGES",
     "EndOfRun",
+    "EvaluationLoop",
     "FitLoop",
     "GlobalStateSnapshot",
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
     "attributes_of_lightning",
+    "callback_metrics",
     "check_cuda_fork",
     "check_main_guard",
+    "command_of_rank",
+    "counters",
     "disable_module_memory_sharing",
     "draws_graph",
     "given_checkpoint",
@@ -157,6 +179,14 @@ def given_loaders(trainer: Trainer) -> list[DataLoader[Any]]:
     ]
 
 
+def command_of_rank(local_rank: int) -> tuple[Sequence[str], str | None]:
+    """The command that runs this script again, and its directory, as Lightning starts ranks; not public elsewhere."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    if hydra is not None and hydra.HydraConfig.initialized():
+        return _hydra_subprocess_cmd(local_rank)
+    return _basic_subprocess_cmd(), None
+
+
 def given_checkpoint(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """``ckpt_path`` among the arguments of the Trainer's method that a launcher is to run; None if not there.
 
@@ -183,6 +213,22 @@ def tell_device(module: Module, device: torch.device) -> None:
 def forget_loader_states(trainer: Trainer) -> None:
     """Leaves out the positions that a checkpoint has of loaders: Lightning would ask ours to load them."""
     trainer.fit_loop._combined_loader_states_to_load = []
+
+
+def counters(loop: _Loop, path: str = "") -> dict[str, _BaseProgress]:
+    """Lightning's counters of a loop and of the loops within it, by their paths."""
+    found: dict[str, _BaseProgress] = {}
+    for name, value in vars(loop).items():
+        if isinstance(value, _BaseProgress):
+            found[path + name] = value
+        elif isinstance(value, _Loop):
+            found |= counters(value, f"{path}{name}.")
+    return found
+
+
+def callback_metrics(trainer: Trainer) -> dict[str, Any]:
+    """What ``trainer.callback_metrics`` is made of, to be changed."""
+    return trainer._logger_connector._callback_metrics
 
 
 @cache

@@ -16,7 +16,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lightning_multigpu.strategies import DataParallelStrategy, MultiGPUStrategy
+    from lightning_multigpu.strategies import DataParallelStrategy, FaultTolerantDDPStrategy, MultiGPUStrategy
+
+    AnyStrategy = MultiGPUStrategy | DataParallelStrategy | FaultTolerantDDPStrategy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +54,12 @@ class StrategyRow:
     synchronous: bool = True
 
     @property
-    def strategy(self) -> type[MultiGPUStrategy | DataParallelStrategy]:
+    def strategy(self) -> type[AnyStrategy]:
         """The class behind the name; imports Lightning."""
         module, _, name = self.class_path.rpartition(".")
         return getattr(import_module(module), name)  # type: ignore[no-any-return]
 
-    def __call__(self, **options: Any) -> MultiGPUStrategy | DataParallelStrategy:
+    def __call__(self, **options: Any) -> AnyStrategy:
         """A new strategy; Lightning's registry calls its entry with the options of the name."""
         return self.strategy(**options)
 
@@ -121,6 +123,16 @@ STRATEGIES: tuple[StrategyRow, ...] = (
         options={"start_method": "spawn"},
         summary="ddp_sharded with processes spawned from a running interpreter, for notebooks and REPLs",
         **_DDP_SHARDED,
+    ),
+    StrategyRow(
+        name="ft_ddp",
+        class_path="lightning_multigpu.FaultTolerantDDPStrategy",
+        summary="data parallel training that goes on when a rank is lost, on torchft",
+        compute="all ranks that live, each on its share of the batch",
+        gradients="after backward, summed over the ranks that live",
+        model="broadcast at the start; every rank makes the same update; a rank that comes in takes another one's",
+        bytes_per_step="2(N-1)/N x S sent by each rank",
+        transport="collectives",
     ),
     StrategyRow(
         name="dp",

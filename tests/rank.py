@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import functools
 import gc
 import io
 import os
@@ -103,6 +104,8 @@ def _serve(connection: Connection, payload: bytes, call: Call) -> None:
     _answer_with_stacks()
     _prepare(call)
     try:
+        if b"ft_ddp" in payload:
+            _open_torchft()
         function, args, kwargs = pickle.loads(payload)
         before = ProcessState.take()
         with warnings.catch_warnings():
@@ -127,6 +130,14 @@ def _serve(connection: Connection, payload: bytes, call: Call) -> None:
     if connection.recv()[0] == "clean up":
         _answer_with_stacks()
         connection.send(("clean", _clean_up(before, may_leak=call.may_leak)))
+
+
+@functools.cache
+def _open_torchft() -> None:
+    """The first server of torchft opens a pair of sockets for good (its runtime's, for signals): no leak of a call."""
+    from lightning_multigpu._torchft import torchft
+
+    torchft("coordination").LighthouseServer(bind="[::]:0", min_replicas=1).shutdown()
 
 
 def _answer_with_stacks() -> None:

@@ -48,7 +48,7 @@ LAYERS = {
     "strategies": {
         *(f"{_OURS}.{layer}" for layer in ("strategies", "job", "engine", "placement", "communication")),
         *(f"{_OURS}.{module}" for module in ("planning", "report", "_lightning_internals", "_suggest")),
-        *(f"{_OURS}.{module}" for module in ("_torch_compat", "_usable_cores")),
+        *(f"{_OURS}.{module}" for module in ("_torch_compat", "_torchft", "_usable_cores")),
         "lightning",
         "torch",
         "torchmetrics",

@@ -129,6 +129,7 @@ class RunReport(Callback):
             aggregations=KEYS,
             parameter_servers=told[0].servers,
             tensor_split=self._split_plan,
+            member_changes=self._view.member_changes(),
             all_options=self._view.options,
         )
         self.report = as_json(report)

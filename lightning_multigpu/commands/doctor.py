@@ -20,8 +20,11 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from http import HTTPStatus
+from http.client import HTTPConnection, HTTPException
 from importlib.metadata import distributions, requires
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import psutil
 from packaging.requirements import Requirement
@@ -41,12 +44,12 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 """Name -> what JSON can write; None is "none", and names of sizes end in ``_bytes``."""
 
-_PACKAGES = ("lightning-multigpu", "lightning", "torchmetrics", "fairscale", "nvidia-ml-py")
+_PACKAGES = ("lightning-multigpu", "lightning", "torchmetrics", "fairscale", "nvidia-ml-py", "torchft-nightly")
 _EQUAL = {"torch", "lightning", "lightning-multigpu", "nccl"}  # ranks that differ in them cannot train together
 _OF_ONE_HOST = {"host", "/dev/shm free", "interfaces", "launcher variables"}
 _LAUNCHER = re.compile(
     r"((LOCAL_|GROUP_|NODE_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE|MASTER_(ADDR|PORT)|TORCHELASTIC_(RUN_ID|RESTART_COUNT|USE_AGENT_STORE)|PL_TRAINER_\w+|"
-    r"OMPI_COMM_WORLD_\w+|PMI_(RANK|SIZE)|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|LIGHTNING_MULTIGPU_\w+|"
+    r"OMPI_COMM_WORLD_\w+|PMI_(RANK|SIZE)|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS|LIGHTNING_MULTIGPU_\w+|TORCHFT_\w+|"
     r"SLURM_(JOB_(ID|NAME|NODELIST|NUM_NODES)|LOCALID|NNODES|NODEID|NTASKS(_PER_NODE)?|PROCID))"
 )
 _BACK_END = re.compile(r"(TORCH_)?NCCL_\w+|GLOO_\w+")
@@ -60,6 +63,7 @@ _LIMITS = (
 Problem = tuple[str, str]
 """What is broken, and what to do."""
 _TIMEOUT_S = 60.0
+_LIGHTHOUSE_S = 5.0
 _SIZE = 4096
 _FIXES = {
     "gloo": "check routes and firewalls between the ranks, or name another interface by GLOO_SOCKET_IFNAME",
@@ -247,6 +251,7 @@ def facts_of_host(main_address: str, num_ranks: int) -> Facts:
         "interfaces": {name: addresses[0].address for name, addresses in psutil.net_if_addrs().items()},
         "main_address": main_address,
         "process_groups_through": os.environ.get("GLOO_SOCKET_IFNAME") or interface_towards(main_address),
+        **_lighthouse(os.environ.get("TORCHFT_LIGHTHOUSE")),
         "back_end_variables": shown_variables(os.environ, _BACK_END),
         "launcher_variables": shown_variables(os.environ, _LAUNCHER),
     }
@@ -269,6 +274,10 @@ def problems_of(facts: Facts) -> list[Problem]:
     if facts["process_groups_through"] is None:
         what = f"there is no route to {facts['main_address']}"
         found.append((what, "set MASTER_ADDR to an address of rank 0's host"))
+    if facts["lighthouse_fails"] is not None:
+        what = f"the lighthouse of ft_ddp at {facts['lighthouse']} does not answer: {facts['lighthouse_fails']}"
+        fix = "start torchft_lighthouse there and open its port, or unset TORCHFT_LIGHTHOUSE: the first host starts one"
+        found.append((what, fix))
     if gpus and not facts["gpus_seen_by_torch"] and "CUDA_VISIBLE_DEVICES" not in launcher:
         fix = f"install a driver for CUDA {cuda}, or a torch that is built for this driver"
         fix = fix if cuda else "install a torch that is built with CUDA"
@@ -305,6 +314,22 @@ def _nccl(num_ranks: int) -> Facts:
     reason = f"fewer GPUs than ranks; NCCL shares them from 2.31 on, with {SHARING_VARIABLE}=1" if must_share else None
     version: tuple[int, ...] = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return {"nccl": ".".join(map(str, version)), "no_nccl_because": reason}
+
+
+def _lighthouse(given: str | None) -> Facts:
+    """The lighthouse that ft_ddp is told to use, and why it does not answer, if it does not."""
+    reason = None
+    try:
+        if given is not None:
+            where = urlsplit(given if "://" in given else f"http://{given}")
+            connection = HTTPConnection(where.hostname or "", where.port, timeout=_LIGHTHOUSE_S)
+            connection.request("GET", "/status")
+            status = connection.getresponse().status
+            connection.close()
+            reason = None if status == HTTPStatus.OK else f"HTTP status {status}"
+    except (OSError, ValueError, HTTPException) as error:
+        reason = str(error) or type(error).__name__
+    return {"lighthouse": given, "lighthouse_fails": reason}
 
 
 def _gpus() -> Facts:

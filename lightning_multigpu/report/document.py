@@ -143,6 +143,26 @@ class Profile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MemberChange:
+    """A change of the ranks that train together under ``ft_ddp``.
+
+    Attributes:
+        step: optimizer steps done.
+        time_s: seconds since the epoch.
+        lost, joined: ranks; a rank that was started again may be in both.
+        members: ranks that go on.
+        seconds: from the failed sum, or the meeting, until they go on.
+    """
+
+    step: int
+    time_s: float
+    lost: Sequence[int]
+    joined: Sequence[int]
+    members: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunDocument(RunFacts):
     """``multigpu_report.json``, version 2.
 
@@ -162,6 +182,7 @@ class RunDocument(RunFacts):
             of its "staleness": the updates that other ranks made between its pull of the weights and its update. A
             rank that was lost is in "workers" and not in ``ranks``.
         tensor_split: only where layers were split over ranks.
+        member_changes: ranks that were lost, or came in; only where there are any.
         profile: only of a ProfilerReport.
     """
 
@@ -177,6 +198,7 @@ class RunDocument(RunFacts):
     memory: Sequence[HeldMemory] | None = None
     parameter_servers: Mapping[str, Any] | None = None
     tensor_split: SplitPlan | None = None
+    member_changes: Sequence[MemberChange] | None = None
     profile: Profile | None = None
 
 
@@ -209,6 +231,7 @@ def build(
     aggregations: Mapping[str, Aggregation],
     parameter_servers: Mapping[str, Any] | None = None,
     tensor_split: SplitPlan | None = None,
+    member_changes: Sequence[MemberChange] | None = None,
     all_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> RunDocument:
     """The report of a run, from one record a rank in any order, and other fields of :class:`RunDocument`.
@@ -247,6 +270,7 @@ def build(
         memory=held if len(held) == len(ranks) else None,
         parameter_servers=parameter_servers,
         tensor_split=tensor_split,
+        member_changes=member_changes or None,
         profile=_profile(in_order, is_asynchronous, all_options),
     )
 

@@ -166,8 +166,26 @@ def sections(report: RunDocument) -> Iterator[Section]:
         yield from _phases(report.profile)
         yield from _schedule(report.profile)
         yield from _transfers(report.profile, report.strategy["name"])
-    for of_run in (_whole_run, _memory, _staleness):
+    for of_run in (_whole_run, _memory, _staleness, _members):
         yield from of_run(report)
+
+
+def _members(report: RunDocument) -> Iterator[Section]:
+    if not (changes := report.member_changes):
+        return
+    rows = [
+        [str(each.step), *(", ".join(map(str, ranks)) for ranks in (each.lost, each.joined)), str(each.members)]
+        for each in changes
+    ]
+    lost_s = sum(each.seconds for each in changes)
+    yield Section(
+        title="Ranks that were lost, or came in",
+        table=[
+            ["step", "lost", "came in", "go on", "seconds"],
+            *([*row, f"{each.seconds:.1f}"] for row, each in zip(rows, changes, strict=True)),
+        ],
+        note=f"the others stood for {lost_s:.1f} s in all",
+    )
 
 
 def _phases(profile: Profile) -> Iterator[Section]:

@@ -4,6 +4,7 @@ import lightning.pytorch  # noqa: F401  # first: its import registers all strate
 
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.data_parallel import DataParallelStrategy
+from lightning_multigpu.strategies.fault_tolerant.strategy import FaultTolerantDDPStrategy
 from lightning_multigpu.strategies.parameter_server.cpu_parameter_server import CPUParameterServerStrategy
 from lightning_multigpu.strategies.parameter_server.parameter_server import ParameterServerStrategy
 from lightning_multigpu.strategies.pipeline.strategy import PipelineStrategy
@@ -15,6 +16,7 @@ from lightning_multigpu.strategies.tensor_parallel.tensor_split import TensorSpl
 __all__ = [
     "CPUParameterServerStrategy",
     "DataParallelStrategy",
+    "FaultTolerantDDPStrategy",
     "HybridStrategy",
     "MultiGPUStrategy",
     "ParameterServerStrategy",

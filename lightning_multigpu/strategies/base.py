@@ -65,7 +65,7 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
-_CHECKED = {0, *(10**power for power in range(12))}  # batches of a fit in which ranks compare their parameters
+CHECKED_BATCHES = {0, *(10**power for power in range(12))}  # batches of a fit in which ranks compare their parameters
 
 
 class MultiGPUStrategy(PackStrategy, ParallelStrategy):
@@ -718,7 +718,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         data_rank = None if self._model_parallel_size > 1 else self.data_parallel_rank
         with self.steps.running(self._module, self.root_device, data_rank):
             output = super().training_step(*args, **kwargs)
-        if self._batches in _CHECKED and self._model_parallel_size == 1:
+        if self._batches in CHECKED_BATCHES and self._model_parallel_size == 1:
             self._check_replicas()  # before the owners' new values hide what a step has changed on one rank
         self._batches += 1
         return output

@@ -230,6 +230,12 @@ class PackStrategy(Strategy):
         remote = self.remote if self.streams and self._gathers else None
         with nullcontext() if remote is None else remote.served():
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            while not self._has_saved(checkpoint, filepath):
+                super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _has_saved(self, checkpoint: dict[str, Any], filepath: Any) -> bool:
+        """Whether the file is written; False if another rank has to write it now."""
+        return True
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.training_memory import measured_bytes
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageRecord
 from lightning_multigpu.planning.split_plan import SplitPlan
+from lightning_multigpu.report.document import MemberChange
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,6 +39,7 @@ class RunView:
             ``on_train_end``: on rank 0 of all ranks, elsewhere its own. None if collectives still work then.
         server_statistics: ``ServerStatistics`` of the parameter servers, on rank 0; None elsewhere and without servers.
         split_plan: the blocks of layers that are split over ranks; None without a tensor split.
+        member_changes: ranks that were lost or came in, so far; none where a loss ends the run.
         record_stages: records the passes of this rank's stages of a pipeline in each following fit.
         stage_record: the newest steps and the memory of these stages, up to ``on_train_end``; None without a pipeline.
     """
@@ -54,6 +56,7 @@ class RunView:
     gather_at_end: Callable[[Callable[[], Any]], list[Any] | None] = lambda value: None
     server_statistics: Callable[[], Any] = lambda: None
     split_plan: Callable[[], SplitPlan | None] = lambda: None
+    member_changes: Callable[[], Sequence[MemberChange]] = lambda: ()
     record_stages: Callable[[], None] = lambda: None
     stage_record: Callable[[], StageRecord | None] = lambda: None
 

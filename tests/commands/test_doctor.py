@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -82,6 +85,7 @@ def test_a_back_end_that_fails_is_a_problem_with_a_fix(
         ({"gpus": ["H100"] * 2, "driver": "550.1", "cuda": "13.0"}, "none of 2 GPUs (driver 550.1)", "CUDA 13.0"),
         ({"gpus": ["H100"], "cuda": None}, "none of 1 GPUs", "install a torch that is built with CUDA"),
         ({"launcher_variables": {"WORLD_SIZE": "8"}}, "WORLD_SIZE=8", "start it by torchrun"),
+        ({"lighthouse": "host7:1", "lighthouse_fails": "refused"}, "host7:1 does not answer: refused", "torchft_light"),
     ],
 )
 def test_what_is_broken(facts: dict[str, Any], changes: dict[str, Any], problem: str, fix: str) -> None:
@@ -90,6 +94,24 @@ def test_what_is_broken(facts: dict[str, Any], changes: dict[str, Any], problem:
     [(found, to_do)] = problems_of({**good, **changes})
     assert problem in found
     assert fix in to_do
+
+
+def test_whether_the_lighthouse_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        answers = threading.Thread(target=answer)
+        answers.start()
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"http://{address}")
+        assert facts_of_host("127.0.0.1", 2)["lighthouse_fails"] is None
+        answers.join()
+    for given, reason in ((address, "refused"), ("host7:x", "could not be cast|Port")):
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", given)
+        assert re.search(reason, facts_of_host("127.0.0.1", 2)["lighthouse_fails"])
 
 
 def test_what_differs_between_hosts(facts: dict[str, Any]) -> None:

@@ -60,7 +60,7 @@ def rows_with_a_whole_model() -> list[StrategyRow]:
         row
         for row in rows_of_each_class()
         if row.synchronous
-        and issubclass(row.strategy, MultiGPUStrategy)
+        and row.strategy.starts_ranks
         and (row.strategy.pipeline_parallel_size, row.strategy.tensor_parallel_size) == (1, 1)
     ]
     return sorted(rows, key=lambda row: row.name != "ddp_sharded")

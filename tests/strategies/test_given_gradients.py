@@ -99,7 +99,11 @@ def train(strategy: str | None, ranks: int) -> dict[str, Any]:
 train_on_one_device = cache(partial(train, None, 1))
 
 
-@pytest.mark.parametrize("row", rows_with_a_whole_model(), ids=lambda row: row.name)
+# ft_ddp refuses manual optimization, which half of the ways are.
+ROWS = [row for row in rows_with_a_whole_model() if row.name != "ft_ddp"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_gradients_that_the_module_sets_are_averaged(row: StrategyRow, world2: World) -> None:
     """Under ddp_sharded each owner stepped with gradients of its own samples; servers took those of one worker.
 

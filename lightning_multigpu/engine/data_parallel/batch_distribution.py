@@ -52,12 +52,16 @@ class CountedBatchSampler(Sampler[list[int]]):
     Attributes:
         counts: samples of the batches yielded so far, oldest first, but for counts already taken. A loader with workers
             draws batches ahead of time; the receiver of a batch takes its count from the left.
+        totals: samples of the global batches that these are parts of, kept as ``counts`` are; where that is known.
         skip: batches that the next iteration leaves out without loading them; then 0 again.
+        part: the positions in the global order that iterations begin and end at, where it is shared out; None for all.
     """
 
     def __init__(self, batches: Iterable[list[Any]]) -> None:
         self.batches = batches
         self.counts: deque[int] = deque()
+        self.totals: deque[int] = deque()
+        self.part: tuple[int, int] | None = None
         self.skip = 0
 
     @property
@@ -111,30 +115,44 @@ class ShardedBatchSampler(CountedBatchSampler):
         length = len(self.sampler)
         self.even = even and not _leaves_out(limit, length // size if batches.drop_last else -(-length // size))
 
+    @property
+    def positions_a_rank(self) -> int:
+        """Positions of the global order in a rank's batch: samples."""
+        return int(self.batch_size)
+
+    def num_positions(self) -> int:
+        """Positions of the global order: samples."""
+        return len(self.sampler)
+
     def __len__(self) -> int:
         return len(self._shares())
 
     def __iter__(self) -> Iterator[list[int]]:
         self.counts.clear()
+        self.totals.clear()
         skip, self.skip = self.skip, 0
         order = _drawn(self.sampler, self.sampler)
-        for batch_start, start, stop in self._shares()[skip:]:
+        for batch_start, batch_stop, start, stop in self._shares()[skip:]:
             self.counts.append(stop - start)
+            self.totals.append(batch_stop - batch_start)
             if start == stop and self.even:
                 _warn_of_a_repeat(self.num_replicas)
             yield order[start:stop] or [order[batch_start]]
 
-    def _shares(self) -> list[tuple[int, int, int]]:
+    def _shares(self) -> list[tuple[int, int, int, int]]:
+        """The bounds of each global batch, and of this rank's part of it."""
+        begin, end = self.part or (0, len(self.sampler))
         bounds = global_batches(
-            len(self.sampler),
+            end - begin,
             self.batch_size * self.num_replicas,
             num_replicas=self.num_replicas if self.even else 0,
-            drop_last=self.drop_last,
+            drop_last=self.drop_last and self.part is None,
         )
-        shares = [(a, *share(a, b, self.rank, self.num_replicas)) for a, b in pairwise(bounds)]
+        pairs = pairwise(begin + bound for bound in bounds)
+        shares = [(a, b, *share(a, b, self.rank, self.num_replicas)) for a, b in pairs]
         if self.even:
             # Outside training a rank may have one batch fewer, but not none at all: it would miss the final reduction.
-            shares = [s for s in shares if s[2] > s[1]] or shares[:1]
+            shares = [s for s in shares if s[3] > s[2]] or shares[:1]
         return shares
 
 
@@ -163,21 +181,34 @@ class DealtBatches(CountedBatchSampler):
         self.rank = rank
         self.even = even and not _leaves_out(limit, len(self))
 
+    @property
+    def positions_a_rank(self) -> int:
+        """Positions of the global order in a rank's batch: batches."""
+        return 1
+
+    def num_positions(self) -> int:
+        """Positions of the global order: batches."""
+        return super().__len__()
+
     def __len__(self) -> int:
         """Batches of a rank; a rank without a part of the last batch may have one less."""
         return -(-super().__len__() // self.num_replicas)
 
     def __iter__(self) -> Iterator[Any]:
         self.counts.clear()
+        self.totals.clear()
         skip, self.skip = self.skip, 0
         drawn = _drawn(self.batches, self._order)
-        for first in range(skip * self.num_replicas, len(drawn), self.num_replicas):
-            batch, size = self._part(drawn[first : first + self.num_replicas])
+        begin, end = self.part or (0, len(drawn))
+        for first in range(begin + skip * self.num_replicas, end, self.num_replicas):
+            batches = drawn[first : min(end, first + self.num_replicas)]
+            batch, size = self._part(batches)
             if size == 0 and self.even:
                 if first > 0:
                     return
                 _warn_of_a_repeat(self.num_replicas)
             self.counts.append(size)
+            self.totals.append(sum(len(each) if isinstance(each, list) else 1 for each in batches))
             yield batch
 
     def _part(self, batches: list[Any]) -> tuple[Any, int]:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,9 +15,9 @@ from torch.distributed import ReduceOp
 
 from lightning_multigpu._lightning_internals import is_compiled
 from lightning_multigpu.engine.activation_checkpointing import Choice, check_choice, recomputing, selected_layers
+from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.engine.step_state import OwnDraws
-from lightning_multigpu.job.batch_feed import BatchFeed
 from lightning_multigpu.strategies.steps.step_logs import uncounted_logs, uncounted_metrics
 
 if TYPE_CHECKING:
@@ -25,6 +25,13 @@ if TYPE_CHECKING:
 
 
 _SEED = "PL_GLOBAL_SEED"  # which seed_everything sets
+
+
+class _Feed(Protocol):
+    loss_reduction: LossReduction
+
+    @property
+    def counts(self) -> bool: ...
 
 
 class UserSteps:
@@ -38,7 +45,7 @@ class UserSteps:
         ValueError: ``recomputed`` is no choice of layers.
     """
 
-    def __init__(self, feed: BatchFeed, recomputed: Choice) -> None:
+    def __init__(self, feed: _Feed, recomputed: Choice) -> None:
         check_choice(recomputed)
         self._feed, self.recomputed = feed, recomputed
         self._recomputing: Callable[[], AbstractContextManager[None]] = nullcontext

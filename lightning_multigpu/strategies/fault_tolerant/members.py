@@ -1,0 +1,469 @@
+"""The ranks that train together at the moment: torchft's quorum, and the process group over it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import time
+import urllib.request
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import psutil
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from lightning_multigpu._torchft import start_lighthouse, torchft
+from lightning_multigpu.communication.interface import interface_towards, own_address
+from lightning_multigpu.job.joining import LAST_STORE
+from lightning_multigpu.job.process_groups import CONNECTIONS
+from lightning_multigpu.report.document import MemberChange
+
+LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store
+_CONNECT_S = 5.0
+_MEETING_EVERY_S = 0.5
+_PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
+_SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends
+
+_OF_GLOO = ("gloo", "connection", "socket", "broken pipe", "timed out", "timeout", "aborted", "process group")
+
+_runs = 0  # of this process
+
+
+class MembersLostError(RuntimeError):
+    """A collective outside of a step has failed: the members have changed, or are about to."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Time limits in seconds, and the fewest ranks that train; the options of the strategy."""
+
+    min_replicas: int
+    wait_for_replicas_s: float
+    collective_timeout_s: float
+    heartbeat_timeout_s: float
+    straggler_timeout_s: float
+    join_timeout_s: float
+
+    def start_lighthouse(self, host: str) -> tuple[Any, str]:
+        """A lighthouse with these limits at the interface of ``host``, and its URL."""
+        limits = {"straggler_timeout_s": self.straggler_timeout_s, "heartbeat_timeout_s": self.heartbeat_timeout_s}
+        return start_lighthouse(host, **limits)
+
+
+class Members:
+    """The ranks that train together, in the order of their ranks; every rank is a replica of torchft.
+
+    A quorum is asked for where it is needed, and not at each step: at the start, after a collective has failed, and
+    every half second if the first member's clock says so, for ranks that wait to come in. In between the process group
+    is the proof that all members live, and a step costs no message to the lighthouse::
+
+        rank 0   step 7 | sum: ok | step 8 | sum: error | quorum {0, 2}, new group, sum again | step 9 ...
+        rank 1   step 7 | sum: ok | killed
+        rank 2   step 7 | sum: ok | step 8 | sum: error | quorum {0, 2}, new group, sum again | step 9 ...
+
+    Args:
+        rank, world_size: of this process in the job.
+        address, port: where the job's store is, or rank 0 hosts it.
+        lighthouse: "host:port"; None for that of the environment or, without one, of rank 0.
+        give, take: this rank's state for a rank that comes in, and the other way round.
+        step: the number of optimizer steps done.
+        changed: called after each change of the members.
+
+    Attributes:
+        processes: the members' ranks, in order, by a name of each process.
+        has_joined: False while this rank waits to come in: it computes, and what it computes does not count.
+        begins_anew: whether all ranks have been lost, and begin again from the last checkpoint.
+        asks: whether members meet before the next sum.
+        healed: whether this rank has taken a member's state since the last step.
+        wants_to_leave, has_left: see :meth:`leave_without`.
+        history: the changes so far.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        address: str,
+        port: int,
+        lighthouse: str | None,
+        limits: Limits,
+        *,
+        give: Callable[[], Any],
+        take: Callable[[Any], None],
+        step: Callable[[], int],
+        changed: Callable[[], None],
+    ) -> None:
+        global _runs
+        self.rank, self._world_size, self._limits = rank, world_size, limits
+        self._step, self._changed = step, changed
+        self.processes: dict[str, int] = {}
+        self.history: list[MemberChange] = []
+        self.begins_anew = self.has_ended = False
+        self.has_joined = self.healed = self.asks = self.wants_to_leave = self.has_left = self._is_broken = False
+        self.generation = 0
+        self._checked_s = self._broken_s = time.monotonic()
+        self._give = give
+        self._take = take
+        interface = interface_towards(address)
+        self._sets_interface = interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ
+        if self._sets_interface:
+            os.environ["GLOO_SOCKET_IFNAME"] = str(interface)
+        starts = os.environ.get(STARTS)
+        hosts = rank == 0 and starts is None and os.environ.get(_AGENT) != "True"
+        self._lighthouse: Any = None
+        own = own_address(address)
+        if LAST_STORE:  # of another strategy, which this process has run before
+            main: Any = LAST_STORE[0]
+        else:
+            limit = timedelta(seconds=limits.join_timeout_s)
+            main = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=limit)
+        self._main = PrefixStore(f"ft_ddp/{_runs}", main)
+        _runs += 1
+        given = lighthouse or os.environ.get(LIGHTHOUSE)
+        if given is None and rank == 0:
+            self._lighthouse, given = limits.start_lighthouse(own)
+            self._main.set("lighthouse", given)
+        elif given is None:
+            given = self._main.get("lighthouse").decode()
+        url = given if "://" in given else f"http://{given}"
+        self._own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
+        self._group = _group_class()(own, self, timeout=timedelta(seconds=_CONNECT_S))
+        transport = _transport_class()(own, timedelta(seconds=limits.join_timeout_s))
+        self._manager = torchft().Manager(
+            pg=self._group,
+            load_state_dict=self._heal,
+            state_dict=self._given,
+            min_replica_size=1,
+            use_async_quorum=False,
+            timeout=timedelta(seconds=limits.join_timeout_s),
+            quorum_timeout=timedelta(seconds=limits.straggler_timeout_s + _CONNECT_S),
+            connect_timeout=timedelta(seconds=_CONNECT_S),
+            rank=0,
+            world_size=1,
+            store_addr=own,
+            store_port=self._own_store.port,
+            lighthouse_addr=url,
+            replica_id=f"rank{rank:06}",  # the order of the members
+            hostname=own,
+            checkpoint_transport=transport,
+            init_sync=False,
+        )
+        if not int(starts or 0) or not self._main.check(["met"]):
+            self._meet_first("0", limits.join_timeout_s)
+        elif (quorum := _all_lost(url, limits.heartbeat_timeout_s)) is not None and not self.is_over:
+            self.begins_anew = True
+            self._meet_first(quorum, limits.straggler_timeout_s)
+
+    def _meet_first(self, life: str, limit_s: float) -> None:
+        """Waits for all ranks of the job, so that they begin together."""
+        everybody = range(self._world_size)
+        self._main.set(f"arrived/{life}/{self.rank}", "")
+        try:
+            self._main.wait([f"arrived/{life}/{each}" for each in everybody], timedelta(seconds=limit_s))
+        except RuntimeError:  # DistStoreError
+            _say(f"not all {self._world_size} ranks have come in {limit_s:g} s: the others begin")
+        arrived = [each for each in everybody if self._main.check([f"arrived/{life}/{each}"])]
+        self.has_joined = True
+        until_s = time.monotonic() + limit_s
+        while len(self.ranks) < len(arrived) and time.monotonic() < until_s:
+            self.meet()
+        self.history.clear()
+        self._main.set("met", "")
+
+    # Who
+
+    @property
+    def ranks(self) -> list[int]:
+        return [*self.processes.values()]
+
+    @property
+    def index(self) -> int:
+        """This rank's place among the members; 0 for the one that writes checkpoints and logs."""
+        return self.ranks.index(self.rank) if self.has_joined else -1
+
+    @property
+    def size(self) -> int:
+        return max(1, len(self.ranks))
+
+    @property
+    def talks(self) -> bool:
+        """Whether there are members to talk to."""
+        return self.has_joined and not self._is_broken and not self.has_left
+
+    def split(self, since_s: float | None = None) -> None:
+        """Ends the group after a failure: all other members' collectives then fail too, and all meet again."""
+        if not self._is_broken:
+            self._is_broken, self._broken_s = True, since_s or time.monotonic()
+            self._group.abort(errored=False)
+
+    # Meeting
+
+    def is_due(self) -> bool:
+        """Whether members have to meet before they can sum."""
+        return self._is_broken or self.asks or not self.has_joined
+
+    def wants_meeting(self) -> bool:
+        """Whether this rank asks for a meeting after the present step: the first member's clock decides."""
+        return self.index == 0 and time.monotonic() - self._checked_s > _MEETING_EVERY_S
+
+    def meet(self, *, shrinks: bool = False) -> None:
+        """Asks for a quorum and takes part in it; afterwards the process group is that of its members.
+
+        This waits for members that are slow, and takes a member's state if this rank is behind. With ``shrinks`` no
+        rank comes in.
+
+        Raises:
+            TimeoutError: fewer than ``min_replicas`` ranks for ``wait_for_replicas_s``.
+        """
+        begun_s, before, told = self._broken_s if self._is_broken else time.monotonic(), self.processes, False
+        has_failed, self.healed = self._is_broken and self.has_joined, False
+        while True:
+            if has_failed:  # the lighthouse then gives the quorum a new number, and with it all a new group
+                self._manager.report_error(RuntimeError("a collective has failed"))
+                self._manager.should_commit()
+            self._manager.load_state_dict({"step": self._step() + 1 if self.has_joined else 0, "batches_committed": 0})
+            self._is_broken = False
+            try:
+                self._manager.start_quorum(shrink_only=shrinks)
+            except (RuntimeError, TimeoutError) as error:  # the lighthouse is away, or waits for slow ranks
+                problem: str | None = f"no quorum ({str(error).splitlines()[0]})"
+            else:
+                has_failed = self._manager.errored() is not None or self._is_broken
+                problem = None
+                if not has_failed and self.size < self._limits.min_replicas:
+                    problem = f"{self.size} of min_replicas={self._limits.min_replicas} ranks are left"
+            if {*before} - {*self.processes} and self.is_over:
+                _say(f"rank {self.rank} ends at step {self._step()}: the others have ended the fit without it")
+                raise SystemExit(0)
+            if problem is None and not has_failed:
+                if not self.has_joined:
+                    raise RuntimeError("the ranks that this one was to join have ended; it has to be started again")
+                break
+            waited_s = time.monotonic() - begun_s
+            if problem is not None:
+                if waited_s > self._limits.wait_for_replicas_s:
+                    raise TimeoutError(f"{problem} for wait_for_replicas_s={self._limits.wait_for_replicas_s:g} s")
+                if not told:
+                    told = True
+                    _say(f"rank {self.rank} waits at step {self._step()}: {problem}")
+                time.sleep(0.2)
+        self._checked_s = time.monotonic()
+        self.has_joined, self.asks = True, False
+        self._note(before, self._checked_s - begun_s)
+
+    def finish_meeting(self) -> None:
+        """Ends the hand-over of this rank's state, after a sum that all have taken part in."""
+        self._manager.should_commit()
+        self.healed = False
+
+    def _note(self, before: Mapping[str, int], seconds: float, *, gone: str = "is lost") -> None:
+        """Tells of a change of the members, if there is one."""
+        _tell_rank_zero(self.index if self.has_joined else -1, self.rank)
+        lost = [rank for process, rank in before.items() if process not in self.processes]
+        joined = [rank for process, rank in self.processes.items() if process not in before]
+        if self.healed:
+            lost, joined, seconds = [], [self.rank], 0.0
+        if not lost and not joined:
+            return
+        self.generation += 1
+        change = MemberChange(
+            step=self._step(), time_s=time.time(), lost=lost, joined=joined, members=self.size, seconds=seconds
+        )
+        self.history.append(change)
+        if before and self.index == 0 and not self.healed:
+            go_on = f"{self.size} of {self._world_size} ranks go on after {seconds:.1f} s"
+            for ranks, text in (lost, gone), (joined, "is back"):
+                for rank in ranks:
+                    _say(f"rank {rank} {text} at step {change.step}: {go_on}")
+        self._changed()
+
+    def _given(self) -> Any:
+        return {"history": [asdict(each) for each in self.history], "state": self._give()}
+
+    def _heal(self, state: Any) -> None:
+        self.history[:] = [MemberChange(**each) for each in state["history"]]
+        self.healed = self.has_joined = True
+        self._take(state["state"])
+
+    def leave_without(self, leaving: Sequence[int]) -> None:
+        """Makes the group anew without the members at these places, who have announced it; no quorum is needed."""
+        if self.index in leaving:
+            self.has_left = True
+            return
+        before, begun_s = self.processes, time.monotonic()
+        self._group.shrink([each for each in range(self.size) if each not in leaving], f"left at {self._step()}")
+        # Until its last beat has become old the lighthouse would wait for the rank that has left.
+        self._checked_s = time.monotonic() + self._limits.heartbeat_timeout_s
+        self._note(before, time.monotonic() - begun_s, gone="has left")
+
+    # The last checkpoint, which all ranks resume from when all have been lost
+
+    @property
+    def last_checkpoint(self) -> str | None:
+        """The path that some rank has told."""
+        return self._main.get("checkpoint").decode() if self._main.check(["checkpoint"]) else None
+
+    def has_saved(self, path: str) -> None:
+        self._main.set("checkpoint", path)
+
+    # Collectives
+
+    def begin_sum(self, tensor: Tensor, timeout_s: float) -> list[Any]:
+        """Starts to sum a flat tensor over the members, in place and in pieces; each has ``timeout_s``."""
+        assert dist.group.WORLD is not None
+        options = dist.AllreduceOptions()
+        options.timeout = timedelta(seconds=timeout_s)
+        pieces = tensor.split(max(1, _PIECE_BYTES // tensor.element_size()))  # type: ignore[no-untyped-call]
+        return [dist.group.WORLD.allreduce([piece], options) for piece in pieces]
+
+    def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
+        """The limit of the sums of a step; after a meeting a rank may still be taking a member's state."""
+        healing_s = self._limits.straggler_timeout_s + 4 * size_bytes / _SLOWEST_BYTES_A_S if meets else 0.0
+        return self._limits.collective_timeout_s + healing_s
+
+    # Ending
+
+    @property
+    def is_over(self) -> bool:
+        """Whether some rank has ended its fit: a rank that waits to come in would train alone."""
+        return self._main.check(["finished"])
+
+    def end(self, *, finished: bool, is_fit: bool) -> None:
+        """Leaves torchft; a run that has ``finished`` waits for the others, and keeps the group for later hooks."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        try:
+            if is_fit and finished and self.talks:
+                self._main.set("finished", "")
+            self._manager.shutdown()
+            del self._manager, self._main, self._own_store  # closed before others can join another main store
+            if finished and self.talks:
+                dist.barrier()
+        except RuntimeError:
+            pass  # others are lost, or have ended first
+        if not finished:
+            self.split()
+        self._group.end()
+        if self._lighthouse is not None:
+            self._lighthouse.shutdown()
+            self._lighthouse = None
+        if self._sets_interface:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def is_of_gloo(error: RuntimeError) -> bool:
+    """Whether a collective has failed because a rank is gone, or late; and not because of what it was asked."""
+    return any(word in str(error).lower() for word in _OF_GLOO)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"ft_ddp: {text}\n")
+    sys.stderr.flush()
+
+
+def _tell_rank_zero(index: int, rank: int) -> None:
+    """Makes the first member the one that logs and prints; a rank that waits does neither."""
+    rank_zero_only.rank = index if index >= 0 else max(1, rank)  # type: ignore[attr-defined]
+
+
+def _all_lost(lighthouse: str, beat_s: float) -> str | None:
+    """The number of the last quorum, if none of its members lives; else None."""
+    while True:
+        with urllib.request.urlopen(f"{lighthouse}/status", timeout=_CONNECT_S) as page:
+            quorum, beats = page.read().decode().split("Heartbeats")
+        members = {*re.findall(r"rank\d{6}:[-\w]+", quorum)}
+        ages_s = {name: float(age) for name, age in re.findall(r"(rank\d{6}:[-\w]+): seen ([\d.e-]+)s", beats)}
+        ages = [ages_s[each] for each in members & {*ages_s} if ages_s[each] < beat_s]
+        if not ages:
+            return re.findall(r"quorum_id: (\d+)", quorum)[0]  # type: ignore[no-any-return]
+        # A beat may be of the moment before a loss of all ranks, this one's former process included.
+        if min(ages) < beat_s / 3 and time.time() - psutil.Process().create_time() > beat_s:
+            return None
+        time.sleep(0.1)
+
+
+def _group_class() -> Any:
+    """torchft's group of Gloo, as the default process group: that is what metrics and user code communicate over."""
+    groups = torchft("process_group")
+
+    class Group(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
+        def __init__(self, address: str, members: Members, timeout: timedelta) -> None:
+            super().__init__(timeout=timeout)
+            self._address, self._members = address, members
+            self._handles: list[str] = []
+            self._rendezvous_store: Any = None
+
+        def get_reconfigure_handle(self) -> str:
+            if self._rendezvous_store is None:
+                self._rendezvous_store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
+            place = f"{self._address}:{self._rendezvous_store.port}"
+            return json.dumps({"id": self._handle_id(), "store": place, "global_rank": self._members.rank})
+
+        def reconfigure(self, opts: Any) -> Any:
+            self._handles = opts.handles
+            return super().reconfigure(opts)
+
+        def shrink(self, kept: Sequence[int], uuid: str) -> None:
+            options = groups.ReconfigureOptions()
+            options.uuid, options.handles = uuid, [self._handles[each] for each in kept]
+            try:
+                self.reconfigure(options)
+            except RuntimeError:
+                self._members.split()
+
+        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
+            with CONNECTIONS.noted():
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
+            group = dist.group.WORLD
+            slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
+            dist.distributed_c10d._set_pg_timeout(slow, group)  # of what waits outside of steps
+            peers = [json.loads(handle) for handle in self._handles]
+            self._members.processes = {peer["id"]: peer["global_rank"] for peer in peers}
+            return group
+
+        def abort(self, errored: bool = True) -> None:
+            self._pg = None
+            if dist.is_initialized():
+                CONNECTIONS.cut()  # wakes members that wait in a collective; abort does not
+                dist.group.WORLD.abort()  # type: ignore[union-attr]
+                dist.destroy_process_group()
+
+        def end(self) -> None:
+            self._rendezvous_store = None
+
+    return Group
+
+
+def _transport_class() -> Any:
+    transports = torchft("checkpointing")
+
+    class Transport(transports.HTTPTransport):  # type: ignore[misc, name-defined]
+        """Sends a state from this host's address for the other hosts; its name may lead to loopback there."""
+
+        def __init__(self, address: str, timeout: timedelta) -> None:
+            self._host = address
+            super().__init__(timeout=timeout, num_chunks=0)
+            self._server.RequestHandlerClass.log_message = lambda *args: None
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in loading
+
+        def address(self) -> str:
+            return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"
+
+        def _serve(self) -> None:
+            self._server.serve_forever(poll_interval=0.02)
+
+        def shutdown(self, wait: bool = True) -> None:
+            super().shutdown(wait)
+            self._server.server_close()
+
+    return Transport

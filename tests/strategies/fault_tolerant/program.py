@@ -1,0 +1,144 @@
+"""What a rank of these tests runs: a short fit that notes each sample, and is lost where the test's plan says so."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_multigpu  # noqa: F401
+from lightning_multigpu import FaultTolerantDDPStrategy
+from lightning_multigpu.callbacks import RunReport
+
+NUM_FEATURES, LEARNING_RATE, MOMENTUM = 3, 0.05, 0.5
+
+
+class Rows(Dataset[Any]):
+    """Numbered samples."""
+
+    def __init__(self, length: int) -> None:
+        generator = torch.Generator().manual_seed(3)
+        self.x = torch.randn(length, NUM_FEATURES, generator=generator, dtype=torch.float64)
+        self.y = self.x.sum(1, keepdim=True) + torch.randn(length, 1, generator=generator, dtype=torch.float64)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.x[index], self.y[index], index
+
+
+def first_layer() -> nn.Linear:
+    torch.manual_seed(1)
+    return nn.Linear(NUM_FEATURES, 1, dtype=torch.float64)
+
+
+def loss_of(layer: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(layer(x), y)
+
+
+class Noted(L.LightningModule):
+    def __init__(self, plan: dict[str, Any], rank: int, directory: Path) -> None:
+        super().__init__()
+        self.layer = first_layer()
+        if rank > 0:
+            torch.nn.init.ones_(self.layer.weight)  # the first rank's values have to reach the others
+        self.plan, self.rank = plan, rank
+        self.notes = (directory / f"notes{rank}.jsonl").open("a")
+        self.starts = int(os.environ.get("LIGHTNING_MULTIGPU_STARTS", 0))
+
+    def note(self, **what: Any) -> None:
+        self.notes.write(json.dumps(what) + "\n")
+        self.notes.flush()
+
+    def maybe_lost(self, where: str) -> None:
+        for fault in self.plan.get("faults", []):
+            is_here = (fault["rank"], fault.get("where", "training"), fault.get("start", 0)) == (
+                self.rank,
+                where,
+                self.starts,
+            )
+            if is_here and self.trainer.global_step == fault["step"] and not self.trainer.sanity_checking:
+                self.note(lost=time.time())
+                os.kill(os.getpid(), getattr(signal, fault["signal"]))
+                fault["step"] = -1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, _ = batch
+        time.sleep(self.plan.get("pause_s", 0.01))
+        self.maybe_lost("training")
+        loss = loss_of(self.layer, x, y)
+        self.log("train_loss", loss, sync_dist=True, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        view = self.trainer.strategy.run_view()  # type: ignore[attr-defined]
+        if view.owns_batch():
+            step = self.trainer.global_step
+            self.note(step=step, epoch=self.trainer.current_epoch, ids=batch[2].tolist(), at=time.time())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.maybe_lost("validation")
+        x, y, ids = batch
+        self.log("val_loss", loss_of(self.layer, x, y), sync_dist=True)
+        self.log("val_samples", float(len(ids)), sync_dist=True, reduce_fx="sum")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.maybe_lost("save")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+
+
+def main() -> None:
+    rank, directory = int(os.environ["LOCAL_RANK"]), Path(os.environ["DIRECTORY"])
+    plan: dict[str, Any] = json.loads(os.environ["PLAN"])
+    module = Noted(plan, rank, directory)
+    callbacks: list[Any] = []
+    if plan.get("validate"):
+        callbacks = [
+            ModelCheckpoint(directory / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True),
+            EarlyStopping("val_loss", patience=1000),
+        ]
+    if plan.get("report"):
+        callbacks.append(RunReport())
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=FaultTolerantDDPStrategy(**plan.get("options", {})),
+        precision="64-true",
+        logger=False,
+        callbacks=callbacks,
+        enable_checkpointing="validate" in plan,
+        default_root_dir=directory,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        use_distributed_sampler=True,
+        **plan.get("trainer", {}),
+    )
+    data = DataLoader(Rows(plan.get("samples", 40)), batch_size=2, shuffle=True)
+    validation = DataLoader(Rows(15), batch_size=2) if plan.get("validate") else None
+    trainer.fit(module, data, validation)
+    result = {
+        "weights": [*module.layer.weight[0].tolist(), module.layer.bias.item()],
+        "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
+        "step": trainer.global_step,
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "best": [callback.best_model_path for callback in trainer.checkpoint_callbacks],
+    }
+    (directory / f"result{rank}.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Ranks of ft_ddp that are lost, and come back."""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_multigpu.report import document
+from tests.strategies.fault_tolerant.job import Job
+from tests.strategies.fault_tolerant.program import LEARNING_RATE, MOMENTUM, Rows, first_layer, loss_of
+
+SAMPLES = 40
+
+
+def replayed(job: Job, samples: int = SAMPLES) -> list[float]:
+    """The weights that one device has after the same samples in the same steps, as the ranks have noted them."""
+    layer, rows = first_layer(), Rows(samples)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)
+    steps: dict[int, tuple[int, list[int]]] = {}
+    for note in itertools.chain(*(job.notes(rank) for rank in range(job.ranks))):
+        if "step" in note:
+            epoch, ids = steps.setdefault(note["step"], (note["epoch"], []))
+            assert epoch == note["epoch"]
+            ids += note["ids"]
+    assert sorted(steps) == [*range(1, len(steps) + 1)]
+    epoch = 0
+    for step in sorted(steps):
+        if steps[step][0] > epoch:
+            epoch += 1
+            scheduler.step()
+        ids = torch.tensor(steps[step][1])
+        optimizer.zero_grad()
+        loss_of(layer, rows.x[ids], rows.y[ids]).backward()
+        optimizer.step()
+    return [*layer.weight[0].tolist(), layer.bias.item()]
+
+
+def samples_of_epochs(job: Job) -> list[Counter[int]]:
+    """How often each sample was trained on, by epoch."""
+    found: dict[int, Counter[int]] = {}
+    for note in itertools.chain(*(job.notes(rank) for rank in range(job.ranks))):
+        if "step" in note:
+            found.setdefault(note["epoch"], Counter()).update(note["ids"])
+    return [found[epoch] for epoch in sorted(found)]
+
+
+def pause_of(job: Job, rank: int, lost: int) -> float:
+    """The longest time between two steps of ``rank`` that ended after another rank was lost."""
+    since = next(note["lost"] for note in job.notes(lost) if "lost" in note)
+    times = [since, *(note["at"] for note in job.notes(rank) if note.get("at", 0) > since)]
+    return max(b - a for a, b in itertools.pairwise(times[:3]))
+
+
+def assert_alike(results: dict[int, dict[str, Any]], job: Job, samples: int = SAMPLES) -> None:
+    """All ranks have equal bits, and the weights of one device that has seen the same samples."""
+    first = next(iter(results.values()))
+    for result in results.values():
+        assert result == first
+    assert first["weights"] == pytest.approx(replayed(job, samples), rel=1e-9)
+
+
+def fault(rank: int, step: int, signal: str = "SIGKILL", **options: Any) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "signal": signal, **options}
+
+
+def test_no_loss(tmp_path: Path) -> None:
+    with Job(tmp_path, {"trainer": {"max_epochs": 2}, "pause_s": 0}) as job:
+        assert job.run() == [0, 0]
+        results = job.results()
+        assert [result["step"] for result in results.values()] == [20, 20]
+        assert_alike(results, job)
+        assert samples_of_epochs(job) == [Counter(range(SAMPLES))] * 2
+
+
+def test_a_rank_that_is_started_when_the_fit_is_over(tmp_path: Path) -> None:
+    """It took all ranks for lost, and trained alone from the newest checkpoint."""
+    with Job(tmp_path, {"trainer": {"max_epochs": 1}, "pause_s": 0}) as job:
+        assert job.run() == [0, 0]
+        job.start(0)
+        assert job.processes[0].wait(60) == 0
+        assert samples_of_epochs(job) == [Counter(range(SAMPLES))]
+
+
+def test_a_killed_rank(tmp_path: Path) -> None:
+    """The other goes on, with the samples that are left; the rank of the terminal is lost like another."""
+    with Job(tmp_path, {"trainer": {"max_epochs": 3}, "faults": [fault(0, 4)], "report": True}) as job:
+        job.run()
+        results = job.results()
+        assert [*results] == [1]
+        assert_alike(results, job)
+        assert pause_of(job, 1, 0) < 3
+        first, *others = samples_of_epochs(job)
+        assert set(first.values()) == {1}
+        assert len(first) == SAMPLES - 2, "the batch in flight is lost, and no other sample"
+        assert others == [Counter(range(SAMPLES))] * 2
+        assert "rank 0 is lost at step 4: 1 of 2 ranks go on" in job.output()
+        [change] = document.read(tmp_path / document.FILE_NAME).member_changes or []
+        assert (change.step, change.lost, change.joined, change.members) == (4, [0], [], 1)
+        assert "Ranks that were lost, or came in:" in job.output()
+
+
+def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
+    plan = {"trainer": {"max_epochs": -1, "max_steps": 200}, "faults": [fault(1, 6)], "pause_s": 0.03}
+    with Job(tmp_path, plan) as job:
+        assert job.run(restarts=1) == [0, 0]
+        results = job.results()
+        assert [result["step"] for result in results.values()] == [200, 200]
+        assert_alike(results, job)
+        assert "rank 1 is back" in job.output()
+        for epoch in samples_of_epochs(job)[:-1]:
+            assert set(epoch.values()) == {1}
+            assert len(epoch) >= SAMPLES - 2
+
+
+def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
+    """It comes in again when it goes on."""
+    plan = {"trainer": {"max_epochs": -1, "max_steps": 200}, "faults": [fault(1, 6, "SIGSTOP")], "pause_s": 0.03}
+    with Job(tmp_path, plan) as job:
+        job.wait_for_loss(1)
+        time.sleep(3)
+        job.processes[1].send_signal(signal.SIGCONT)
+        assert job.run() == [0, 0]
+        assert_alike(job.results(), job)
+        assert pause_of(job, 0, 1) < 3
+        assert "rank 1 is back" in job.output()
+
+
+def test_a_rank_that_is_overtaken(tmp_path: Path) -> None:
+    """One that was stopped until the others had ended does not train alone."""
+    plan = {"trainer": {"max_epochs": 2}, "faults": [fault(1, 6, "SIGSTOP")], "pause_s": 0}
+    with Job(tmp_path, plan) as job:
+        job.wait_for_loss(1)
+        job.processes[0].wait(60)
+        job.processes[1].send_signal(signal.SIGCONT)
+        assert job.run() == [0, 0]
+        assert [*job.results()] == [0]
+        assert "rank 1 ends at step 6: the others have ended the fit without it" in job.output()
+
+
+def test_too_few_replicas(tmp_path: Path) -> None:
+    """The rank that is left waits, saves and ends with an error; a rank that comes in time ends the wait."""
+    plan = {
+        "trainer": {"max_epochs": 2},
+        "faults": [fault(1, 6)],
+        "options": {"min_replicas": 2, "wait_for_replicas_s": 3},
+    }
+    with Job(tmp_path, plan) as job:
+        assert job.run() == [1, -9]
+        assert "rank 0 waits at step 6: 1 of min_replicas=2 ranks are left" in job.output()
+        assert "TimeoutError: 1 of min_replicas=2 ranks are left for wait_for_replicas_s=3 s" in job.output()
+        assert torch.load(tmp_path / "ft_ddp-step=6.ckpt", weights_only=False)["global_step"] == 6
+
+
+def test_all_ranks_are_lost(tmp_path: Path) -> None:
+    """Started again, they go on from the newest checkpoint."""
+    faults = [fault(0, 25), fault(1, 25)]
+    with Job(tmp_path, {"trainer": {"max_epochs": 4}, "faults": faults, "validate": True}) as job:
+        assert job.run(restarts=2) == [0, 0]
+        results = job.results()
+        assert results[0] == results[1]
+        assert results[0]["step"] == 40
+        assert "all ranks were lost, and begin from" in job.output()
+    expected = tmp_path / "expected"
+    expected.mkdir()
+    with Job(expected, {"trainer": {"max_epochs": 4}, "validate": True, "pause_s": 0}) as job:
+        job.run()
+        assert job.results()[0]["weights"] == pytest.approx(results[0]["weights"], rel=1e-9)
+
+
+def test_sigterm(tmp_path: Path) -> None:
+    """The rank ends its step, and nobody waits for it."""
+    plan = {"trainer": {"max_epochs": 4}, "faults": [fault(0, 6, "SIGTERM")]}
+    with Job(tmp_path, plan) as job:
+        assert job.run() == [143, 0]
+        assert_alike(job.results(), job)
+        assert pause_of(job, 1, 0) < 1
+        assert samples_of_epochs(job) == [Counter(range(SAMPLES))] * 4
+        assert "rank 0 has left at step 6" in job.output()
+
+
+@pytest.mark.parametrize("where", ["validation", "save"])
+def test_a_loss_outside_of_a_step(where: str, tmp_path: Path) -> None:
+    plan = {"trainer": {"max_epochs": 4}, "faults": [fault(0, 20, where=where)], "validate": True}
+    with Job(tmp_path, plan) as job:
+        job.run()
+        results = job.results()
+        assert_alike(results, job)
+        assert results[1]["metrics"]["val_samples"] == 15
+        assert Path(results[1]["best"][0]).exists()
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 3
