@@ -97,7 +97,7 @@ class SupervisorLauncher(SubprocessScriptLauncher):
         if not self._is_rank and (IS_INTERACTIVE or sys.argv[0] in ("", "-", "-c")):
             raise ValueError(
                 "there is no script that lost ranks could run again (a notebook, a REPL, or python -c): put the "
-                "training into a file, or use strategy='ring_ddp_notebook'"
+                "training into a file, or use strategy='ring_ddp_spawn'"
             )
         if self._is_rank and (_SUPERVISOR in os.environ or _OF_RANK):
             _follow_supervisor(run.world_size)
