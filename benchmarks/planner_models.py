@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 
 class ConvNet(LightningModule):
@@ -60,6 +61,9 @@ class LanguageLSTM(LightningModule):
 
     def example_batch(self, batch_size: int) -> Tensor:
         return torch.randint(256, (batch_size, self.length + 1))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.example_batch(4096), batch_size=16)  # type: ignore[arg-type]
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         logits = self.head(self.layers(self.bytes(batch[:, :-1])))

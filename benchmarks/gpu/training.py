@@ -404,10 +404,11 @@ def options_of(place: Place, *, name: str, options: dict[str, Any], exact: bool)
 
 def local_steps(place: Place) -> str:
     """Averages of weights and of optimizer states, which differ from one device's, are those on CPUs."""
-    case = replace(PLAIN, strategy={"average_every": 3})
-    on_cpus = place.run(2, train, Card("cpu", 1, "gloo"), "ring_ddp", case)
-    for trained, expected in zip(place.run(2, train, place.card, "ring_ddp", case), on_cpus, strict=True):
-        assert_equal(trained.weights, expected.weights, rtol=1e-8)
+    for options in ({}, {"outer_optimizer": "nesterov"}):
+        case = replace(PLAIN, strategy={"average_every": 3, **options})
+        on_cpus = place.run(2, train, Card("cpu", 1, "gloo"), "ring_ddp", case)
+        for trained, expected in zip(place.run(2, train, place.card, "ring_ddp", case), on_cpus, strict=True):
+            assert_equal(trained.weights, expected.weights, rtol=1e-8)
     return ""
 
 

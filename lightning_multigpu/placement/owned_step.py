@@ -253,8 +253,11 @@ class OwnedStep(Generic[T]):
 
 def check_apart(parameters: Iterable[Parameter]) -> None:
     """Raises ValueError for parameters that begin at the same place in memory: an owner would update copies."""
+    listed = [*parameters]
+    if len({parameter.data_ptr() for parameter in listed}) == len(listed):
+        return  # as nearly always
     places: dict[tuple[Any, int], Parameter] = {}
-    for parameter in parameters:
+    for parameter in listed:
         other = places.setdefault((parameter.device, parameter.data_ptr()), parameter)
         if other is not parameter and parameter.numel():
             raise ValueError(

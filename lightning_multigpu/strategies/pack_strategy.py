@@ -223,7 +223,8 @@ class PackStrategy(Strategy):
         if self._are_lost:
             rank_zero_warn(f"{filepath} is not written: ranks have ended, and their state is lost")
             return
-        checkpoint = {**checkpoint, **self._further_state()}
+        if "optimizer_states" in checkpoint:  # else weights alone are saved
+            checkpoint = {**checkpoint, **self._further_state()}
         if self._gathers:
             checkpoint = {key: whole_values(value, "a checkpoint") for key, value in checkpoint.items()}
         remote = self.remote if self.streams and self._gathers else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -18,7 +19,9 @@ from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager, average_gradients
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, not_ignored, unused_error
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook")
+_SAVED_AS = "outer_optimizer"
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -51,7 +55,10 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
-        compression: compress the gradients between hosts: "bf16" or "int8".
+        outer_optimizer: with ``average_every``, step with the averaged change of the weights as a gradient (DiLoCo):
+            "nesterov" takes SGD with Nesterov's momentum, lr 0.7 and momentum 0.9; or a mapping,
+            ``{"lr": 0.7, "momentum": 0.9}``. Ranks then keep the states of their own optimizers between checkpoints.
+        compression: compress the gradients, or with ``outer_optimizer`` the changes, between hosts: "bf16" or "int8".
         shared_memory: let ranks of one host reduce gradients through shared memory. The buckets lie in ``/dev/shm``;
             where that is too small for the gradients of a host's ranks, gradients are copied instead, with a warning.
             False takes sockets, between which ``compression`` compresses on one host too.
@@ -74,6 +81,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         static_graph: bool = False,
         broadcast_buffers: bool = True,
         average_every: int = 1,
+        outer_optimizer: str | dict[str, float] | None = None,
         compression: str | None = None,
         shared_memory: bool = True,
         ddp_comm_state: object | None = None,
@@ -88,11 +96,13 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             compressor=None if compression is None else make_compressor(compression),
             shared_memory=shared_memory,
         )
+        self._kept: dict[str, Any] = {}  # the further state of a fit that has ended
 
     @override
     def _forget_run(self) -> None:
         super()._forget_run()
         self._models: ModelAverager | None = None  # with average_every
+        self._outer: OuterOptimizer | None = None
 
     @property
     @override
@@ -121,6 +131,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             return 0
         return sum(parameter.nbytes for parameter in self._trained.averaged)
 
+    @override
+    def held_bytes(self) -> HeldBytes:
+        held, outer = super().held_bytes(), 0 if self._outer is None else self._outer.held_bytes
+        return replace(held, optimizer_bytes=held.optimizer_bytes + outer)
+
     # Setting up
 
     @override
@@ -135,7 +150,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Any:
-        if self.data_parallel_size == 1 and self._given["ddp_comm_hook"] is None:
+        is_plain = self._given["ddp_comm_hook"] is None and self._given["outer_optimizer"] is None
+        if self.data_parallel_size == 1 and is_plain:
             return model  # there is nothing to average
         self._open()
         return self._wrapped(model)
@@ -153,8 +169,11 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             hook=None if given["ddp_comm_hook"] is None else (given["ddp_comm_state"], given["ddp_comm_hook"]),
             warn=rank_zero_warn,
         )
+        self._kept = {}
+        if (outer := given["outer_optimizer"]) is not None:
+            self._outer = OuterOptimizer(self.reducer, **({} if isinstance(outer, str) else outer))
         if given["average_every"] > 1:
-            self._models = ModelAverager(given["average_every"], self.reducer.average)
+            self._models = ModelAverager(given["average_every"], self.reducer.average, self._outer)
 
     def _wrapped(self, model: Module, **options: Any) -> DistributedDataParallel:
         """The module in torch's wrapper, which fills buckets with gradients; the reducer moves them."""
@@ -229,6 +248,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if self._models is not None:
             assert isinstance(self.model, DistributedDataParallel)
             self.model.require_backward_grad_sync = False
+            self._models.begin(self._module.parameters())
         return super().training_step(*args, **kwargs)
 
     @override
@@ -248,8 +268,9 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def on_optimizer_step_end(self) -> None:
-        super().on_optimizer_step_end()
-        if self._models is not None and self._models.stepped():
+        if self._models is None:
+            super().on_optimizer_step_end()
+        elif self._models.stepped():
             self._settle_values()
 
     @override
@@ -260,6 +281,46 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         if self._models.average(self._module.parameters(), self.optimizers) and self.buffers is not None:
             self.buffers.settle()
 
+    @override
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        if self._outer is not None and self._models is not None and not self.failure_watch.failed:
+            self._models.average_states(self.optimizers)  # a checkpoint may be saved after the fit
+            self._kept = self._further_state()
+
+    # Checkpoints: their weights are those of an average, see _settle_values
+
+    @override
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._models is not None and not self.failure_watch.failed:
+            self._models.average_states(self.optimizers)
+        return super()._whole_state(optimizer)
+
+    @override
+    def _further_state(self) -> dict[str, Any]:
+        if self._outer is None:
+            return self._kept
+        return {_SAVED_AS: self._outer.state(dict(self._module.named_parameters()))}
+
+    @override
+    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._outer is not None and _SAVED_AS in checkpoint:
+            self._outer.load(dict(self._module.named_parameters()), checkpoint[_SAVED_AS])
+
+
+def _check_outer(outer: object, average_every: int) -> None:
+    if outer != "nesterov" and not (isinstance(outer, Mapping) and {*outer} <= {"lr", "momentum"}):
+        raise ValueError(f"outer_optimizer={outer!r}: pass 'nesterov', or a mapping of lr and momentum")
+    for name, value in outer.items() if isinstance(outer, Mapping) else ():
+        option_checks.check_number(f"outer_optimizer: {name}", value, least=None if name == "lr" else 0)
+        if name == "momentum" and value >= 1:
+            raise ValueError(f"outer_optimizer: momentum={value!r} is out of range; pass a number from 0 to below 1")
+    if average_every == 1:
+        raise ValueError(
+            f"outer_optimizer={outer!r} with average_every=1: it steps with what each rank changes in several steps of "
+            "its own; pass average_every=50, for example, or leave it out"
+        )
+
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     switches = (*_OF_TORCH, "broadcast_buffers", "shared_memory")
@@ -269,10 +330,12 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     average_every = options["average_every"]
     option_checks.check_number("average_every", average_every, whole=True)
     given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
-    if average_every > 1 and given:
+    if (outer := options["outer_optimizer"]) is not None:
+        _check_outer(outer, average_every)
+    if average_every > 1 and given and (outer is None or options["ddp_comm_hook"] is not None):
         raise ValueError(
             f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
-            "models are averaged; leave one of the two out"
+            "models are averaged; leave one of the two out. An outer_optimizer sends changes, which can be compressed"
         )
     if options["static_graph"] and (steps := of_all.get("verify_steps")):
         raise ValueError(

@@ -140,7 +140,8 @@ class TestWithoutLightning:
 
 class TestAccepted:
     def test_a_strategys_class_without_its_module(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        strategy = "{class_path: RingDDPStrategy, init_args: {bucket_cap_mb: 5}}"
+        options = "{bucket_cap_mb: 5, average_every: 50, outer_optimizer: nesterov}"
+        strategy = f"{{class_path: RingDDPStrategy, init_args: {options}}}"
         file = config(
             project, f"model: project.Model\ntrainer: {{accelerator: cpu, devices: 1, strategy: {strategy}}}\n"
         )
@@ -157,7 +158,9 @@ class TestAccepted:
         assert "step 0\n" in capsys.readouterr().out
 
     def test_printed_configuration_can_be_used_again(self, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        options = (*RING, "--trainer.strategy.bucket_cap_mb=5", "--trainer.devices=2")
+        outer = "--trainer.strategy.outer_optimizer={lr: 0.5}"
+        average = "--trainer.strategy.average_every=50"
+        options = (*RING, "--trainer.strategy.bucket_cap_mb=5", average, outer, "--trainer.devices=2")
         printed = []
         for arguments in (options, ("-c", "run.yaml")):
             with pytest.raises(SystemExit) as ended:
@@ -169,6 +172,7 @@ class TestAccepted:
         strategy = yaml.safe_load(printed[0])["trainer"]["strategy"]
         assert strategy["class_path"] == "lightning_multigpu.RingDDPStrategy"
         assert strategy["init_args"]["bucket_cap_mb"] == 5
+        assert strategy["init_args"]["outer_optimizer"] == {"lr": 0.5}
 
     def test_hosts_and_ranks_of_emulate(
         self, project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

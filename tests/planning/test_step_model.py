@@ -137,6 +137,10 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
         {"exposed_s": 1.5 * 2 * 1.0, "sent_bytes": {"network": MIB}},
     ),
     "weights are averaged less often": (lambda: step("ring_ddp", average_every=4), {"exposed_s": 1.0}),
+    "an outer optimizer keeps weights and momentum": (
+        lambda: step("ring_ddp", average_every=4, outer_optimizer="nesterov"),
+        {"exposed_s": 1.0, "memory": HeldBytes(2 * MIB, 2 * MIB, 8 * MIB)},
+    ),
     "costs of the calibration": (
         lambda: step("ring_ddp", machine=CALIBRATED, accumulate=4),
         {"exposed_s": 2 * 4.0, "other_s": 4 * (1.0 + 3.0) + 2 * 0.5},

@@ -144,6 +144,7 @@ class Story:
     is_exact: bool = True
 
 
+OUTER = {"average_every": 2, "outer_optimizer": "nesterov", "compression": "int8", "shared_memory": False}
 ACCUMULATING = {"accumulate_grad_batches": 2}
 STORIES = {
     "BackboneFinetuning": Story(None),
@@ -167,6 +168,8 @@ STORIES = {
     "accumulating, over sockets": Story(strategy={"shared_memory": False}, trainer=ACCUMULATING),
     "compressed": Story(strategy={"compression": "int8", "shared_memory": False}, is_exact=False),
     "local SGD": Story(strategy={"average_every": 2}, is_exact=False),
+    "local SGD, an outer optimizer": Story(strategy=OUTER, is_exact=False),
+    "local SGD, an outer optimizer, a new layer": Story(add_layer, strategy=OUTER, is_exact=False),
 }
 
 

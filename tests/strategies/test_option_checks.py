@@ -15,7 +15,13 @@ import torch
 from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
-from lightning_multigpu import DataParallelStrategy, PipelineStrategy, RingDDPStrategy, ShardedStrategy
+from lightning_multigpu import (
+    DataParallelStrategy,
+    PipelineStrategy,
+    RingDDPStrategy,
+    ShardedStrategy,
+    TensorSplitStrategy,
+)
 from lightning_multigpu.callbacks import ThroughputMonitor
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.shared_gpus import SHARING_VARIABLE
@@ -29,6 +35,10 @@ CPU, MPS = torch.device("cpu"), torch.device("mps")
 
 def gpus(*indices: int) -> list[torch.device]:
     return [torch.device("cuda", index) for index in indices]
+
+
+def outer(optimizer: Any, average_every: int = 2, **options: Any) -> RingDDPStrategy:
+    return RingDDPStrategy(average_every=average_every, outer_optimizer=optimizer, **options)
 
 
 CHOICES = ("stop", "join")
@@ -56,6 +66,20 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: RingDDPStrategy(average_every=0), "average_every=0"),
     (lambda: RingDDPStrategy(average_every=2, ddp_comm_hook=print), "average_every=2 and .* leave one of the two out"),
     (lambda: RingDDPStrategy(average_every=2, compression="int8"), "average_every=2 and .* leave one of the two out"),
+    (lambda: outer("nesterov", average_every=1), "outer_optimizer='nesterov' with average_every=1: .* leave it out"),
+    (lambda: outer("adam"), "outer_optimizer='adam': pass 'nesterov', or a mapping of lr and momentum"),
+    (lambda: outer({"rate": 1}), "outer_optimizer={'rate': 1}: pass 'nesterov'"),
+    (lambda: outer({"lr": 0}), "outer_optimizer: lr=0 is out of range; pass a number above 0"),
+    (
+        lambda: outer({"momentum": 1.0}),
+        "outer_optimizer: momentum=1.0 is out of range; pass a number from 0 to",
+    ),
+    (lambda: outer({"momentum": -0.1}), "outer_optimizer: momentum=-0.1 is out of range"),
+    (lambda: outer("nesterov", ddp_comm_hook=print), "average_every=2 and ddp_comm_hook=.* leave one of the two out"),
+    (
+        lambda: TensorSplitStrategy(average_every=2, outer_optimizer="nesterov"),
+        "outer_optimizer='nesterov': .*leave it",
+    ),
     (lambda: RingDDPStrategy(compression="int4"), "compression='int4' is unknown"),
     (lambda: RingDDPStrategy(compression="int8", ddp_comm_hook=print), "both choose how gradients travel"),
     (lambda: RingDDPStrategy(verify_steps=1, static_graph=True), "verify_steps=1 and static_graph=True: .* leave one"),

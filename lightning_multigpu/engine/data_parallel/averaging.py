@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from lightning_multigpu.communication.checksums import checksums
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.tensors import alike, apply_flat, marks_of
+from lightning_multigpu.engine.data_parallel.outer_optimizer import FLAT_BYTES, OuterOptimizer
 
 _ABSENT, _AS_AVERAGED = -1, -2
-_FLAT_BYTES = 32 << 20  # a flat copy of all parameters would double the memory of the model
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def average_gradients(parameters: Iterable[Tensor], group: MeteredGroup) -> None
         if is_there:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.to_dense()
             dense.append(parameter.grad)
-    for members in alike(dense, full_bytes=_FLAT_BYTES):
+    for members in alike(dense, full_bytes=FLAT_BYTES):
         apply_flat(lambda flat: flat.copy_(group.all_reduce(flat, "mean")), members)
 
 
@@ -91,15 +91,23 @@ class ModelAverager:
         every: optimizer steps between two averages.
         average: averages a flat, contiguous tensor on the device of the first parameter over the ranks, in place; a
             collective.
+        outer: steps with the averaged change of the weights; ranks then keep optimizer state of their own.
 
     Attributes:
         steps_alone: optimizer steps that ranks have taken since the last average.
     """
 
-    def __init__(self, every: int, average: Callable[[Tensor], object]) -> None:
+    def __init__(self, every: int, average: Callable[[Tensor], object], outer: OuterOptimizer | None = None) -> None:
         self.every = every
         self._average = average
+        self.outer = outer
         self.steps_alone = 0
+        self._own_states_on: torch.device | None = None  # None if no rank has optimizer state of its own
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Called before a step, with an outer optimizer."""
+        if self.outer is not None and self.steps_alone == 0:
+            self.outer.begin(parameters)
 
     def stepped(self) -> bool:
         """Counts an optimizer step; True if an average is due."""
@@ -119,21 +127,34 @@ class ModelAverager:
             return False
         self.steps_alone = 0
         parameters = list(parameters)
-        with torch.no_grad():
-            device = parameters[0].device
-            found = [*_moments(optimizers)]
-            present = torch.tensor([float(bool(of_one)) for of_one in found], device=device)
-            self._average(present)
-            on_all_ranks = [of_one for of_one, share in zip(found, present.tolist(), strict=True) if share == 1]
-
-            def average(flat: Tensor) -> None:
-                moved = flat.to(device)  # an optimizer may keep state in the host's memory, which NCCL cannot move
-                self._average(moved)
-                flat.copy_(moved)
-
-            for tensors in alike([*parameters, *chain.from_iterable(on_all_ranks)], full_bytes=_FLAT_BYTES):
-                apply_flat(average, tensors)
+        if self.outer is None:
+            self._average_all(parameters, optimizers, parameters[0].device)
+        else:
+            self._average_all(self.outer.step(parameters), (), parameters[0].device)
+            self._own_states_on = parameters[0].device
         return True
+
+    def average_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """Averages the optimizer state that ranks have kept for themselves, as a checkpoint needs it; a collective."""
+        if self._own_states_on is not None:
+            device, self._own_states_on = self._own_states_on, None
+            self._average_all((), optimizers, device)
+
+    @torch.no_grad()
+    def _average_all(self, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer], device: torch.device) -> None:
+        found = [*_moments(optimizers)]
+        present = torch.tensor([float(bool(of_one)) for of_one in found], device=device)
+        if found:
+            self._average(present)
+        on_all_ranks = [of_one for of_one, share in zip(found, present.tolist(), strict=True) if share == 1]
+
+        def average(flat: Tensor) -> None:
+            moved = flat.to(device)  # an optimizer may keep state in the host's memory, which NCCL cannot move
+            self._average(moved)
+            flat.copy_(moved)
+
+        for tensors in alike([*parameters, *chain.from_iterable(on_all_ranks)], full_bytes=FLAT_BYTES):
+            apply_flat(average, tensors)
 
 
 def _moments(optimizers: Iterable[Optimizer]) -> Iterator[list[Tensor]]:

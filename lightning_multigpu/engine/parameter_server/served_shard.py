@@ -223,7 +223,6 @@ class ServedShard:
                 f"workers ask for different steps: {first.common()}, {others[0].common()}; register hooks that read "
                 "gradients before a step, and change optimizer.state, on all workers"
             )
-        givers = {worker: first} if first.update.is_whole else requests
         if worker == 0:
             with self._changing:
                 self._take_values(first.values)
@@ -233,7 +232,7 @@ class ServedShard:
             parts = [self._parts[number] for number in together]
             found: dict[Parameter, Tensor] = {}
             for number in together:
-                found.update(self._gradients(number, givers))
+                found.update(self._gradients(number, requests))
             self._clip(found.values(), first.update, self._pairs[worker])
             with self._changing:  # after the updates of other workers
                 staleness = max([staleness, *(part.version - part.pulled.get(worker, 0) for part in parts)])
@@ -249,14 +248,15 @@ class ServedShard:
             self._changing.notify_all()
         return self._await(sent)
 
-    def _gradients(self, number: int, givers: Mapping[int, Request]) -> dict[Parameter, Tensor]:
+    def _gradients(self, number: int, requests: Mapping[int, Request]) -> dict[Parameter, Tensor]:
         """The average of what workers push of a part, for the pieces of which one of them has a gradient."""
         part = self._parts[number]
-        flats = []
-        for worker, request in givers.items():
+        for worker, request in requests.items():
             for _ in range(request.pushed[number][0]):  # each push takes the place of the one before
                 part.rooms[worker].take()
-            flats.append(part.rooms[worker].into)
+        first = min(requests)
+        givers = {first: requests[first]} if requests[first].update.is_whole else requests
+        flats = [part.rooms[worker].into for worker in givers]
         total = flats[0]  # in the first worker's memory: it pushes again when it has the new weights
         for flat in flats[1:]:
             total += flat

@@ -15,9 +15,11 @@ Source: M. Li et al., "Scaling distributed machine learning with the parameter s
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,8 +44,11 @@ from lightning_multigpu.placement.table import (
     fill,
     joined_state,
     part_of_state,
+    placed,
     split_of,
 )
+
+_ZERO = torch.zeros(())
 
 
 @dataclass(eq=False)
@@ -52,8 +57,10 @@ class _Part:
 
     Attributes:
         room: the memory for them, which the server offers.
-        lacking: the parameters of which backward has yet to give a gradient; None before the first one of a step.
-        pushed: the gradients that were pushed for the next step, with their marks; None if none were.
+        lacking: ids of the parameters of which backward has yet to give a gradient; None before the first one of a
+            step.
+        pushed: the gradients that were pushed for the next step, and the marks of those that are there; None if none
+            were.
         sums: checksums of weights on a GPU that came, on worker 0; those on the host are compared with the room's.
     """
 
@@ -61,8 +68,8 @@ class _Part:
     server: int
     pieces: list[tuple[Parameter, Piece]]
     room: Room = field(init=False)
-    lacking: set[Parameter] | None = None
-    pushed: list[Any] | None = None
+    lacking: set[int] | None = None
+    pushed: tuple[list[Tensor | None], list[Any]] | None = None
     num_pushes: int = 0
     sums: list[int] = field(default_factory=list)
 
@@ -70,6 +77,15 @@ class _Part:
         self.dtype, self.device = self.pieces[0][0].dtype, self.pieces[0][0].device
         self.numel = sum(piece.numel for _, piece in self.pieces)
         self.nbytes = self.numel * self.dtype.itemsize
+
+    def take_room(self, room: Room) -> None:
+        """Takes the memory for pieces; they are copied in and out of it as they are shaped, all in one call."""
+        self.room = room
+        self.out, self.into = ([placed(flat, piece, p) for p, piece in self.pieces] for flat in (room.out, room.into))
+        found = [(p, piece, into) for (p, piece), into in zip(self.pieces, self.into, strict=True)]
+        self._cut = [each for each in found if each[1].numel != each[0].numel()]
+        whole: list[tuple[Tensor, Tensor]] = [(p, into) for p, piece, into in found if piece.numel == p.numel()]
+        self._whole = [p for p, _ in whole], [into for _, into in whole]
 
     def weights(self) -> list[Tensor]:
         """The weights of each piece, flat."""
@@ -90,17 +106,27 @@ class _Part:
         """Whether a hook has changed weights since they were noted."""
         if self.device.type != "cpu":
             return checksums(self.weights()) != self.sums
-        noted = [self.room.into[piece.offset : piece.end] for _, piece in self.pieces]
-        return not all(same_bytes(*pair) for pair in zip(self.weights(), noted, strict=True))
+        weights = (elements(parameter, piece).contiguous() for parameter, piece in self.pieces)
+        return not all(map(same_bytes, weights, self.into))
 
-    def gradients(self) -> list[Any]:
-        """The gradients of now, with their marks."""
-        return [(p.grad, p.grad is not None and marks_of([p.grad])) for p, _ in self.pieces]
+    def fill(self) -> None:
+        """Changes the weights to those that have come."""
+        if self._whole[0]:
+            torch._foreach_copy_(*self._whole)
+        for each in self._cut:
+            fill(*each)
+
+    def gradients(self) -> tuple[list[Tensor | None], list[Any]]:
+        """The gradients of now, and the marks of those that are there."""
+        found = [parameter.grad for parameter, _ in self.pieces]
+        return found, marks_of(gradient for gradient in found if gradient is not None)
 
     def is_stale(self) -> bool:
         """Whether the gradients of now have not been pushed."""
-        now, pushed = self.gradients(), self.pushed
-        return pushed is None or any(a is not b or x != y for (a, x), (b, y) in zip(now, pushed, strict=True))
+        if self.pushed is None:
+            return True
+        (now, marks), (pushed, marks_then) = self.gradients(), self.pushed
+        return marks != marks_then or any(map(operator.is_not, now, pushed))
 
 
 class ServerTransport:
@@ -194,13 +220,13 @@ class ServerTransport:
 
     def _make_parts(self, parameters: list[Parameter]) -> None:
         """Cuts parameters of one dtype and device into parts that travel together."""
-        placed = bucket_parts(
+        buckets = bucket_parts(
             [parameter.numel() for parameter in parameters],
             self._servers.job.num_servers,
             self._split,
             full_numel=self._bucket_bytes / parameters[0].dtype.itemsize,
         )
-        for server, pieces in placed:
+        for server, pieces in buckets:
             number = next(self._servers.numbers_of_parts)
             part = _Part(number, server, [(parameters[piece.number], piece) for piece in pieces])
             self._parts.append(part)
@@ -208,7 +234,7 @@ class ServerTransport:
                 self._pieces.setdefault(parameter, []).append((part, index))
         for parameter in parameters:
             self._pieces.setdefault(parameter, []).sort(key=lambda found: found[0].pieces[found[1]][1].start)
-            self._hooks.append(call_on_gradient(parameter, self._gradient_is_ready))
+            self._hooks.append(call_on_gradient(parameter, partial(self._gradient_is_ready, self._pieces[parameter])))
 
     def _tell_plans(self, new: list[_Part], given: Mapping[Any, Any]) -> None:
         """Tells the servers of new parameters with their states, and gets the memory for them."""
@@ -216,11 +242,11 @@ class ServerTransport:
         for server in self._asked:
             parts = [part for part in new if part.server == server]
             shapes = [(part.number, part.dtype, [elements(*of).shape for of in part.pieces]) for part in parts]
-            placed = [
+            pieces = [
                 [found for p in group["params"] for found in self._pieces.get(p, [])]
                 for group in self._optimizer.param_groups
             ]
-            groups = [[(part.number, index) for part, index in of if part.server == server] for of in placed]
+            groups = [[(part.number, index) for part, index in of if part.server == server] for of in pieces]
             plan = Plan(type(self._optimizer), self._split, shapes, groups)
             if is_first:
                 weights, defaults = [part.joined() for part in parts], dict(self._optimizer.defaults)
@@ -233,7 +259,7 @@ class ServerTransport:
             if (offers := answer()) is not None:
                 pushed, pulled = ([*cut(mapped(offer), flats)] for offer in offers)
             for part, out, into in zip(parts, pushed, pulled, strict=True):
-                part.room = Room(self._servers.pairs[server], part.number, out, into)
+                part.take_room(Room(self._servers.pairs[server], part.number, out, into))
                 if is_first:
                     part.note_weights(is_in_room=self._sees_weights(part))
 
@@ -248,19 +274,19 @@ class ServerTransport:
 
     # Push
 
-    def _gradient_is_ready(self, parameter: Parameter) -> None:
+    def _gradient_is_ready(self, pieces: list[tuple[_Part, int]], parameter: Parameter) -> None:
         """Pushes a part when backward has the last of its gradients."""
-        for part, _ in self._pieces[parameter] if self.pushes_early and parameter.grad is not None else ():
+        for part, _ in pieces if self.pushes_early and parameter.grad is not None else ():
             if part.lacking is None:
-                part.lacking = {p for p, _ in part.pieces if p.requires_grad}
-            part.lacking.discard(parameter)
+                part.lacking = {id(p) for p, _ in part.pieces if p.requires_grad}
+            part.lacking.discard(id(parameter))
             if part.pushed is None and not part.lacking:
                 self._push(part)
 
     def _push(self, part: _Part) -> None:
         part.pushed = part.gradients()
         part.num_pushes += 1
-        (gradients, event), room = self._on_host(part), part.room
+        (gradients, event), room = self._on_host(part, part.pushed[0]), part.room
         transfer = self._servers.meter.begin(
             "push",
             group="servers",
@@ -270,31 +296,29 @@ class ServerTransport:
             awaited=False,
         )
 
+        @torch.no_grad()
         def push() -> None:
             try:
                 if event is not None:
                     event.synchronize()
-                torch.cat(gradients, out=room.out)
+                torch._foreach_copy_(part.out, gradients)
                 room.send()
             finally:
                 transfer.finish()
 
         self._pushing.append(room.pair.background.submit(push))
 
-    def _on_host(self, part: _Part) -> tuple[list[Tensor], torch.cuda.Event | None]:
+    def _on_host(self, part: _Part, gradients: list[Tensor | None]) -> tuple[list[Tensor], torch.cuda.Event | None]:
         """The gradients of a part, dense and in host memory, and the event after which they are there.
 
-        Zeros where this worker has none. On a CPU they are the gradients themselves.
+        One zero where this worker has none. On a CPU they are the gradients themselves.
         """
-        found = []
-        for parameter, piece in part.pieces:
-            if (gradient := parameter.grad) is None:
-                found.append(torch.zeros(piece.numel, dtype=part.dtype))
-                continue
-            gradient = as_dense(gradient.detach(), self._optimizer).to(part.dtype).contiguous()
-            found.append(elements(gradient, piece).view(-1))
+        found = [
+            _ZERO if gradient is None else elements(as_dense(gradient, self._optimizer), piece)
+            for gradient, (_, piece) in zip(gradients, part.pieces, strict=True)
+        ]
         if part.device.type != "cuda":
-            return [gradient.cpu() for gradient in found], None
+            return found if part.device.type == "cpu" else [gradient.cpu() for gradient in found], None
         if self._copying is None:
             self._copying = torch.cuda.Stream(part.device)  # type: ignore[no-untyped-call]
         self._copying.wait_stream(torch.cuda.current_stream(part.device))
@@ -351,9 +375,8 @@ class ServerTransport:
     def _take_weights(self, parts: Iterable[_Part], answers: Mapping[int, Callable[[], int]]) -> None:
         """Takes weights as they come, and their version, with which servers answer."""
         for part in parts:
-            weights = part.room.take()
-            for parameter, piece in part.pieces:
-                fill(parameter, piece, weights[piece.offset : piece.end])
+            part.room.take()
+            part.fill()
             if self._servers.worker == 0:  # while others are on their way
                 part.note_weights(is_in_room=True)
         self.version = max([self.version, *[answer() for answer in answers.values()]])

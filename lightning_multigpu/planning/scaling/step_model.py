@@ -273,6 +273,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
         held = HeldBytes(held.parameters_bytes, gradients, optimizer)
     elif row.updaters or row.during == _SERVERS:
         held = replace(held, optimizer_bytes=0)
+    if options.get("outer_optimizer"):  # the weights at the last average, and their momentum
+        held = replace(held, optimizer_bytes=held.optimizer_bytes + 2 * held.parameters_bytes)
     sent = {"host": 2 * (d - 1) * size if name == "dp" else size} if d > 1 else {}
     if n > 1:
         sent["network"] = 2 * (n - 1) * (d * size / servers if row.during == _SERVERS else size / n / ratio)

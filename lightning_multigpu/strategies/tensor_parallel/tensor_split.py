@@ -103,6 +103,8 @@ class TensorSplitStrategy(RingDDPStrategy):
                 "apart, compressed with other parts on each rank; leave it out, or use "
                 "HybridStrategy(pipeline_parallel_size=1, compression=...)"
             )
+        if (outer := self._given["outer_optimizer"]) is not None:
+            raise ValueError(f"outer_optimizer={outer!r}: its weights and momentum are not split; leave it out")
         self._asked_size = tensor_parallel_size
         self._plan: Plan = plan
         self._verify_steps = verify_steps

@@ -178,7 +178,10 @@ def test_unusual_steps() -> None:
 
 
 def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a worker that shares memory with the server, and by one that does not."""
+    """By a worker that shares memory with the server, and by one that does not.
+
+    Where hooks had averages, what worker 1 had pushed before stayed, and counted as its gradients of a later step.
+    """
     send, in_memory = Room.send, (0,)
     monkeypatch.setattr(Room, "send", lambda room: (time.sleep(0.05), send(room))[1])
     torch.manual_seed(0)
@@ -193,7 +196,7 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
                 remote = server_step(optimizer, connections, bucket_bytes=1024)
                 remote.transport.pushes_early = True
                 remote.place_new()
-                for scale in (0.5, 1.0):
+                for scale, is_whole in ((1.0, True), (0.5, False), (1.0, False)):
                     before = [p.detach().clone() for p in model.parameters()]
                     optimizer.zero_grad()
                     model(x * (worker + 1)).square().sum().backward()
@@ -203,17 +206,18 @@ def test_buckets_are_pushed_while_backward_goes_on(monkeypatch: pytest.MonkeyPat
                     if scale != 1.0:  # changed after it was pushed: it has to be pushed again
                         for parameter, gradient in zip(model.parameters(), own, strict=True):
                             parameter.grad.copy_(gradient)  # type: ignore[union-attr]
+                    remote.gradients_are_whole = is_whole
                     optimizer.step()
                     for now, was, a, b in zip(
                         model.parameters(), before, *found.workers.gather(worker, own), strict=True
                     ):
-                        assert_equal(now.detach(), was - 0.1 * (a + b) / 2)
+                        assert_equal(now.detach(), was - 0.1 * (a if is_whole else (a + b) / 2))
                 meter.end_step()
             meter.flush()  # now that the threads have ended which send, and which tell the meter a moment later
             [step] = meter.steps
             sent = {t.operation: (t.count, t.size_bytes, t.sent_bytes) for t in step.operations}
-            assert sent == {"push": (6, 6 * 1024, 6 * 1024), "pull": (2, 4 * 1024, 0)}
-            assert step.memory_bytes == (6 * 1024 if worker in in_memory else 0)
+            assert sent == {"push": (8, 8 * 1024, 8 * 1024), "pull": (3, 6 * 1024, 0)}
+            assert step.memory_bytes == (8 * 1024 if worker in in_memory else 0)
 
         found.workers.run(work)
 

@@ -6,12 +6,14 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_multigpu.communication.shared_memory import segment
 from lightning_multigpu.engine.data_parallel.gradient_transport import layout
@@ -111,6 +113,41 @@ def test_compressed_training_learns_and_keeps_all_ranks_alike(world4: World) -> 
         assert result["network_bytes"] < 0.7 * GRADIENT_BYTES / 2
     untrained = loss(state(Classifier()))
     assert loss(results[0]["weights"]) < plain_loss + 0.1 * (untrained - plain_loss)
+
+
+class Pushed(L.LightningModule):
+    """Its gradient is the same in every step; beside its largest numbers the others are rounded to 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(len(PUSH)))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (self.weight * PUSH * (1 + self.global_rank)).sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+PUSH = torch.tensor([127.0, 0.37, -0.23] * 4)
+
+
+@as_hosts()
+def push() -> Tensor:
+    options = {"compression": "int8", "average_every": 2, "outer_optimizer": {"lr": 1, "momentum": 0}}
+    module = Pushed()
+    case = replace(LONG, trainer={"max_steps": 20, "max_epochs": -1})
+    fit_module(module, make_strategy("ring_ddp", **options), 4, case, train_loader(case, 4), **TWO_HOSTS)
+    return module.weight.detach()
+
+
+def test_what_is_not_sent_of_changes_is_kept(world4: World) -> None:
+    """Ten averages of two steps: errors are kept between averages, and do not add up."""
+    first, *others = world4.run(push)
+    given = -20 * 2.5 * PUSH
+    scale = 2 * 3.5 * 127 / 127  # of the changes of the second host
+    assert 0.5 < (first - given).abs().max() < scale < given[2].abs()
+    assert all(torch.equal(first, other) for other in others)
 
 
 class Planted(Classifier):

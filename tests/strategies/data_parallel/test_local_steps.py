@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +52,23 @@ class Recorder(Callback):
         self.at_validation.append(state(module))
 
 
-def train(directory: str, *, every: int = EVERY, num_samples: int = 61, **trainer_options: Any) -> dict[str, Any]:
+def train(
+    directory: str,
+    *,
+    num_samples: int = 61,
+    options: dict[str, Any] | None = None,
+    changes: Sequence[Callback] = (),
+    ckpt_path: str | None = None,
+    **trainer_options: Any,
+) -> dict[str, Any]:
     case = Case(num_samples=num_samples, max_epochs=1, trainer=trainer_options)
-    strategy = make_strategy("ring_ddp", average_every=every)
+    strategy = make_strategy("ring_ddp", **{"average_every": EVERY, **(options or {})})
     recorder, module = Recorder(), Classifier()
     saver = ModelCheckpoint(directory, every_n_train_steps=4, save_top_k=-1, filename="{step}")
-    data, callbacks = (train_loader(case, 2), eval_loader()), [recorder, saver]
-    fit_module(module, strategy, 2, case, *data, callbacks=callbacks, enable_checkpointing=True)
+    data, given = (train_loader(case, 2), eval_loader()), {"callbacks": [*changes, recorder, saver]}
+    trainer = fit_module(module, strategy, 2, case, *data, enable_checkpointing=True, ckpt_path=ckpt_path, **given)
+    trainer.save_checkpoint(f"{directory}/after.ckpt")
+    trainer.save_checkpoint(f"{directory}/weights.ckpt", weights_only=True)
     strategy.meter.flush()
     return {
         "batches": recorder.batches,
@@ -64,12 +76,22 @@ def train(directory: str, *, every: int = EVERY, num_samples: int = 61, **traine
         "at_validation": recorder.at_validation,
         "weights": state(module),
         "transfers": [[(t.count, t.size_bytes) for t in s.of("all_reduce", "data")] for s in strategy.meter.steps],
+        "sent": [sum(t.sent_bytes for t in s.of("all_reduce", "data")) for s in strategy.meter.steps],
     }
 
 
-def by_hand(batches: list[list[Any]], meetings: set[int]) -> list[dict[str, Tensor]]:
+def by_hand(
+    batches: list[list[Any]], meetings: set[int], outer: dict[str, Any] | None = None, saves: Collection[int] = ()
+) -> list[dict[str, Tensor]]:
+    """All ranks in this process; the ranks' weights after the last step.
+
+    With ``outer``, the options of an outer optimizer, momentum is averaged when a checkpoint is saved, and the weights
+    are halved after step 3, as :class:`Halves` does.
+    """
     modules = [Classifier().double() for _ in batches]
     optimizers = [SGD(module.parameters(), lr=0.2, momentum=0.9) for module in modules]
+    anchor = Classifier().double()
+    outer_sgd = SGD(anchor.parameters(), nesterov=True, **(outer or {"lr": 0.7, "momentum": 0.9}))
     for step in range(len(batches[0])):
         for module, optimizer, mine in zip(modules, optimizers, batches, strict=True):
             x, y = mine[step]
@@ -77,13 +99,38 @@ def by_hand(batches: list[list[Any]], meetings: set[int]) -> list[dict[str, Tens
             nn.functional.cross_entropy(module(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         if step + 1 in meetings:
-            for same in zip(*(module.parameters() for module in modules), strict=True):
+            for kept, *same in zip(*(module.parameters() for module in (anchor, *modules)), strict=True):
                 buffers = [o.state[p]["momentum_buffer"] for o, p in zip(optimizers, same, strict=True)]
-                for tensors in (same, buffers):
-                    mean = torch.stack([t.detach() for t in tensors]).mean(0)
+                kept.grad = kept.detach() - mean_of(same)
+                for tensors in (same, buffers) if outer is None else (buffers,) if step + 1 in saves else ():
+                    mean = mean_of(tensors)
                     for tensor in tensors:
                         tensor.data.copy_(mean)
+            if outer is not None:
+                outer_sgd.step()
+                for module in modules:
+                    module.load_state_dict(anchor.state_dict())
+        for module in (anchor, *modules) if outer is not None and step + 1 == 3 else ():
+            halve(module)
     return [state(module) for module in modules]
+
+
+def mean_of(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.stack([tensor.detach() for tensor in tensors]).mean(0)
+
+
+@torch.no_grad()
+def halve(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.mul_(0.5)
+
+
+class Halves(Callback):
+    """Changes the weights on all ranks, right after an average."""
+
+    def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
+        if trainer.global_step == 3:
+            halve(module)
 
 
 def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
@@ -106,7 +153,7 @@ def test_weights_and_momentum_are_those_of_local_sgd_by_hand(world2: World, tmp_
 
 
 def test_validation_checkpoints_and_the_end_see_the_average(world2: World, tmp_path: Path) -> None:
-    results = world2.run(train, str(tmp_path), every=100, num_samples=56, val_check_interval=5)
+    results = world2.run(train, str(tmp_path), options={"average_every": 100}, num_samples=56, val_check_interval=5)
     batches = [result["batches"] for result in results]
     at_4, at_5, at_the_end = (by_hand([mine[:step] for mine in batches], {4, 5, 7})[0] for step in (4, 5, 7))
     for result in results:
@@ -115,6 +162,63 @@ def test_validation_checkpoints_and_the_end_see_the_average(world2: World, tmp_p
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     assert_close(saved["state_dict"], at_4)
     assert len(saved["optimizer_states"][0]["state"]) == NUM_PARAMETERS
+
+
+ENTRY = "outer_optimizer"
+load = partial(torch.load, weights_only=True)
+OUTER = {"lr": 0.7, "momentum": 0.9}
+INT8 = {"compression": "int8", "shared_memory": False}
+
+
+def train_and_resume(directory: str, *of_cases: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """For each case a run and, without compression, one that resumes from its checkpoint after step 4."""
+    found = []
+    for number, options in enumerate(of_cases):
+        run = partial(train, f"{directory}/{number}", options=options, changes=[Halves()])
+        found.append([run()])
+        if "compression" not in options:
+            found[-1].append(run(ckpt_path=f"{directory}/{number}/step=4.ckpt"))
+    return found
+
+
+def test_an_outer_optimizer_steps_with_the_mean_change_and_resumes(world2: World, tmp_path: Path) -> None:
+    """In 64 bits as one process does it by hand, and to the same bits when resumed.
+
+    The default options, and a mapping; averages are after 3 steps, at the checkpoint after 4, at 7, at that of 8.
+    """
+    options = [{"outer_optimizer": "nesterov"}, {"outer_optimizer": {"lr": 0.5, "momentum": 0.8}}]
+    compressed = {"outer_optimizer": "nesterov", **INT8}
+    runs = world2.run(train_and_resume, str(tmp_path), *options, compressed)
+    for case, outer in enumerate([OUTER, {"lr": 0.5, "momentum": 0.8}]):
+        batches = [of_rank[case][0]["batches"] for of_rank in runs]
+        for of_rank, weights in zip(runs, by_hand(batches, {3, 4, 7, 8}, outer, saves={4, 8}), strict=True):
+            assert_close(of_rank[case][0]["weights"], weights)
+    for of_rank in runs:
+        for whole, resumed in of_rank[:2]:
+            assert len(resumed["batches"]) == 4
+            torch.testing.assert_close(resumed["weights"], whole["weights"], rtol=0, atol=0)
+    exact, *_, int8 = (case[0] for case in runs[0])
+    assert exact["transfers"][:3] == [[], [], [(1, PARAMETER_BYTES)]]
+    assert int8["sent"][2] == PARAMETER_BYTES / 8 + 2 * 4, "a byte for each number and a scale for each half"
+    case = Case(num_samples=61, max_epochs=1)
+    for number in range(3):
+        at_8, after, weights = (load(tmp_path / f"{number}/{name}.ckpt") for name in ("step=8", "after", "weights"))
+        torch.testing.assert_close(at_8[ENTRY], after[ENTRY], rtol=0, atol=0)
+        torch.testing.assert_close(at_8["optimizer_states"], after["optimizer_states"], rtol=0, atol=0)
+        assert len(at_8[ENTRY]) == NUM_PARAMETERS
+        assert ENTRY not in weights
+    on_one_device = fit_module(Classifier(), None, 1, case, ckpt_path=tmp_path / "0/step=4.ckpt")
+    assert on_one_device.global_step == 8
+
+
+def test_an_outer_optimizer_steps_on_one_rank_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "NODE_RANK"):  # which the strategy sets
+        monkeypatch.setenv(name, "0")
+    case, recorder, module = Case(num_samples=61, max_epochs=1), Recorder(), Classifier()
+    strategy = make_strategy("ring_ddp", average_every=EVERY, outer_optimizer="nesterov")
+    fit_module(module, strategy, 1, case, train_loader(case, 1), callbacks=[Halves(), recorder])
+    dist.destroy_process_group()
+    assert_close(state(module), by_hand([recorder.batches], {3, 6, 8}, OUTER)[0])
 
 
 def two_moments() -> list[Tensor]:
