@@ -319,7 +319,7 @@ class TrainedJob:
         return max((path.stat().st_mtime for path in self.directory.glob("steps*")), default=time.time())
 
     def _cost_s(self, struck_s: float, until_s: float) -> float | None:
-        """The longest time without a step between a loss and the next one, beyond an ordinary one."""
+        """The longest time without a step that ends between a loss and the next one, beyond an ordinary one."""
         times: dict[int, float] = {}
         for path in self.directory.glob("steps*"):
             for line in path.read_text().splitlines():
@@ -330,9 +330,7 @@ class TrainedJob:
             special: median([gap for _, gap, step in gaps if _is_special(step) == special] or [0.0])
             for special in (False, True)
         }
-        near = [
-            gap - ordinary[_is_special(step)] for at_s, gap, step in gaps if at_s + gap > struck_s and at_s < until_s
-        ]
+        near = [gap - ordinary[_is_special(step)] for at_s, gap, step in gaps if struck_s < at_s + gap < until_s]
         return max(near, default=None)
 
     def processes(self) -> list[psutil.Process]:

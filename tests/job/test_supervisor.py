@@ -203,6 +203,6 @@ def test_no_script_to_run_again(how: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_torchft_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torchft", None)
+    monkeypatch.setitem(sys.modules, "torchft.coordination", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-multigpu\[ft\]'"):
         start_lighthouse("127.0.0.1", straggler_timeout_s=60, heartbeat_timeout_s=1)

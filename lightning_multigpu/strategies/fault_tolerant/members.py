@@ -279,7 +279,8 @@ class Members:
             step=self._step(), time_s=time.time(), lost=lost, joined=joined, members=self.size, seconds=seconds
         )
         self.history.append(change)
-        if before and self.index == 0 and not self.healed:
+        were_there = [rank for rank in self.ranks if rank not in joined]  # the first may be the one that is back
+        if before and were_there[:1] == [self.rank]:
             go_on = f"{self.size} of {self._world_size} ranks go on after {seconds:.1f} s"
             for ranks, text in (lost, gone), (joined, "is back"):
                 for rank in ranks:

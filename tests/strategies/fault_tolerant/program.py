@@ -101,7 +101,7 @@ class Noted(L.LightningModule):
 
 
 def main() -> None:
-    rank, directory = int(os.environ["LOCAL_RANK"]), Path(os.environ["DIRECTORY"])
+    rank, directory = int(os.environ.get("LOCAL_RANK", 0)), Path(os.environ["DIRECTORY"])
     plan: dict[str, Any] = json.loads(os.environ["PLAN"])
     module = Noted(plan, rank, directory)
     callbacks: list[Any] = []
@@ -114,7 +114,7 @@ def main() -> None:
         callbacks.append(RunReport())
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=int(os.environ.get("WORLD_SIZE", 2)),
         strategy=FaultTolerantDDPStrategy(**plan.get("options", {})),
         precision="64-true",
         logger=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import time
 from collections import Counter
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lightning_multigpu.report import document
+from tests.launch import job as launch_job
 from tests.strategies.fault_tolerant.job import Job
 from tests.strategies.fault_tolerant.program import LEARNING_RATE, MOMENTUM, Rows, first_layer, loss_of
 
@@ -118,6 +120,19 @@ def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
         for epoch in samples_of_epochs(job)[:-1]:
             assert set(epoch.values()) == {1}
             assert len(epoch) >= SAMPLES - 2
+
+
+def test_the_supervisor_starts_rank_0_again(tmp_path: Path) -> None:
+    """The whole way, as a user goes it: a script, a lighthouse, ranks, and the script's end in them alone."""
+    plan = {"trainer": {"max_epochs": -1, "max_steps": 200}, "faults": [fault(0, 6)], "pause_s": 0.03}
+    variables = {"PLAN": json.dumps(plan), "DIRECTORY": str(tmp_path)}
+    done = launch_job.run(str(tmp_path), "-m", "tests.strategies.fault_tolerant.program", **variables)
+    assert done.returncode == 0, done.stderr
+    first, second = (json.loads((tmp_path / f"result{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["step"] == 200
+    assert "was ended by SIGKILL, and is started again (1 of 10)" in done.stderr
+    assert "rank 0 is back" in done.stderr
 
 
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
