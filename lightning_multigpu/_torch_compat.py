@@ -52,6 +52,15 @@ def new_group_in_order(
     return group
 
 
+# Public, and without a warning, from torch 2.14 on.
+set_group_timeout: Callable[[timedelta, dist.ProcessGroup], None] = getattr(dist, "set_timeout", c10d._set_pg_timeout)
+
+
+def forget_failed_worlds() -> None:
+    """Before the default group is made: ranks find each other by its name, a number that counts failed attempts too."""
+    c10d._world.group_count = 0
+
+
 def job_store() -> dist.TCPStore:  # type: ignore[name-defined]
     """The store at the job's main address, for which torch has no public name; any key is free but torch's own.
 

@@ -20,10 +20,11 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from lightning_multigpu._torch_compat import forget_failed_worlds, set_group_timeout
 from lightning_multigpu._torchft import start_lighthouse, torchft
+from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import interface_towards, own_address
 from lightning_multigpu.job.joining import LAST_STORE
-from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.report.document import MemberChange
 
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
@@ -301,7 +302,7 @@ class Members:
             self.has_left = True
             return
         before, begun_s = self.processes, time.monotonic()
-        self._group.shrink([each for each in range(self.size) if each not in leaving], f"left at {self._step()}")
+        self._group.shrink([each for each in range(self.size) if each not in leaving], -1 - self._step())
         # Until its last beat has become old the lighthouse would wait for the rank that has left.
         self._checked_s = time.monotonic() + self._limits.heartbeat_timeout_s
         self._note(before, time.monotonic() - begun_s, gone="has left")
@@ -403,6 +404,7 @@ def _group_class() -> Any:
             self._address, self._members = address, members
             self._handles: list[str] = []
             self._rendezvous_store: Any = None
+            self._connections = Connections()
 
         def get_reconfigure_handle(self) -> str:
             if self._rendezvous_store is None:
@@ -414,7 +416,7 @@ def _group_class() -> Any:
             self._handles = opts.handles
             return super().reconfigure(opts)
 
-        def shrink(self, kept: Sequence[int], uuid: str) -> None:
+        def shrink(self, kept: Sequence[int], uuid: int) -> None:
             options = groups.ReconfigureOptions()
             options.uuid, options.handles = uuid, [self._handles[each] for each in kept]
             try:
@@ -423,11 +425,15 @@ def _group_class() -> Any:
                 self._members.split()
 
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            with CONNECTIONS.noted():
+            forget_failed_worlds()
+            if rank == 0:  # the group, which outlives a run, keeps the store that it was made by
+                store = PrefixStore(f"torchft/{self._uuid}", self._rendezvous_store)
+            self._connections = Connections()
+            with self._connections.noted():
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
-            group = dist.group.WORLD
+            group: Any = dist.group.WORLD
             slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
-            dist.distributed_c10d._set_pg_timeout(slow, group)  # of what waits outside of steps
+            set_group_timeout(slow, group)  # of what waits outside of steps
             peers = [json.loads(handle) for handle in self._handles]
             self._members.processes = {peer["id"]: peer["global_rank"] for peer in peers}
             return group
@@ -435,7 +441,7 @@ def _group_class() -> Any:
         def abort(self, errored: bool = True) -> None:
             self._pg = None
             if dist.is_initialized():
-                CONNECTIONS.cut()  # wakes members that wait in a collective; abort does not
+                self._connections.cut()  # wakes members that wait in a collective; abort does not
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 dist.destroy_process_group()
 
