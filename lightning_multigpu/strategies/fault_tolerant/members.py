@@ -380,8 +380,9 @@ def _tell_rank_zero(index: int, rank: int) -> None:
 
 def _all_lost(lighthouse: str, beat_s: float) -> str | None:
     """The number of the last quorum, if none of its members lives; else None."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
-        with urllib.request.urlopen(f"{lighthouse}/status", timeout=_CONNECT_S) as page:
+        with direct.open(f"{lighthouse}/status", timeout=_CONNECT_S) as page:
             quorum, beats = page.read().decode().split("Heartbeats")
         members = {*re.findall(r"rank\d{6}:[-\w]+", quorum)}
         ages_s = {name: float(age) for name, age in re.findall(r"(rank\d{6}:[-\w]+): seen ([\d.e-]+)s", beats)}
