@@ -1,4 +1,4 @@
-"""What a rank takes over from another one in the middle of a fit: weights, optimizers, and the place of the loops."""
+"""The state of a fit that a rank takes over from another one: weights, optimizers, and the place of the loops."""
 
 from __future__ import annotations
 
