@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from lightning_multigpu import _torch_compat
 from lightning_multigpu._torch_compat import new_group_in_order
-from tests.world import World, init_group
+from tests.world import World, init_group, rank
 
 
 def _groups_in_order(can_keep_order: bool) -> tuple[list[int], int, int, list[int]]:
@@ -40,6 +41,21 @@ def test_a_group_keeps_the_order_of_its_ranks(can_keep_order: bool, world4: Worl
         ([0, 2], 1, 0, [2, 1, 3, 0]),
         ([3, 1], 0, 3, [2, 1, 3, 0]),
     ]
+
+
+def _joined_after_a_failed_attempt() -> int:
+    if rank() == 1:
+        limit = timedelta(seconds=0.2)
+        with pytest.raises(RuntimeError):
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2, timeout=limit)
+    _torch_compat.forget_failed_worlds()
+    init_group()
+    return dist.get_world_size()
+
+
+def test_ranks_find_each_other_after_one_has_failed_to(world2: World) -> None:
+    """They waited for each other in groups of different names for ever."""
+    assert world2.run(_joined_after_a_failed_attempt) == [2, 2]
 
 
 def test_transforms_of_torch_func_are_seen() -> None:

@@ -467,6 +467,15 @@ def _transport_class() -> Any:
         def address(self) -> str:
             return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"
 
+        def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+            before = os.environ.get("no_proxy")
+            os.environ["no_proxy"] = "*"  # the main thread waits; a proxy does not lead to other ranks
+            try:
+                return super().recv_checkpoint(*args, **kwargs)
+            finally:
+                del os.environ["no_proxy"]
+                os.environ.update({} if before is None else {"no_proxy": before})
+
         def _serve(self) -> None:
             self._server.serve_forever(poll_interval=0.02)
 

@@ -35,6 +35,7 @@ class Job:
             **os.environ,
             "PYTHONPATH": f"{_REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "OMP_NUM_THREADS": "1",
+            "http_proxy": "http://127.0.0.1:9",  # as in many clusters; ranks talk to each other without it
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._store.port),
             "NODE_RANK": "0",
