@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -567,15 +567,14 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
         if not self._accumulates and self._outer is None:
             weight = 0.0 if self.loss_reduction == "sum" else self._weight / self._batches
-            parameters: list[Tensor] = [each for each in self._module.parameters() if each.requires_grad]
             with replaced(self, _averages=True):
-                self._average(parameters, weight)
+                self._average(lambda: [each for each in self._module.parameters() if each.requires_grad], weight)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _average(self, tensors: list[Tensor], weight: float, of_first: Sequence[Tensor] = ()) -> None:
-        """Averages ``.grad`` over the members, and over those that are left if one is lost meanwhile.
+    def _average(self, tensors: Callable[[], list[Tensor]], weight: float, of_first: Sequence[Tensor] = ()) -> None:
+        """Averages ``.grad`` of tensors over the members, and over those that are left if one is lost meanwhile.
 
         They all get the first member's values of the module's buffers, and of ``of_first``.
         """
@@ -596,7 +595,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                 self._is_foreign = self._is_foreign or members.healed
             try:
                 said = self._gradients.average(
-                    tensors,
+                    tensors(),
                     [*module.buffers(), *of_first],
                     weight,
                     common=self._values.number(),
@@ -622,7 +621,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         for anchor in anchors:
             assert anchor.grad is not None
             anchor.grad.div_(size)
-        self._average(anchors, 1 / size)
+        self._average(lambda: anchors, 1 / size)
 
     @override
     def _settle_values(self) -> None:
@@ -634,7 +633,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         assert self._outer is not None
         unfrozen = self._outer.step([*self._module.parameters()])
         if unfrozen:
-            self._average([], 1.0, unfrozen)
+            self._average(list, 1.0, unfrozen)
         self._steps_alone = 0
 
     def _outer_state(self) -> dict[str, Any]:
