@@ -213,6 +213,8 @@ class Members:
         """Ends the group after a failure: all other members' collectives then fail too, and all meet again."""
         if not self._is_broken:
             self._is_broken, self._broken_s, self._error = True, since_s or time.monotonic(), error
+            if self.shared is not None:
+                self.shared.abort()
             self._group.abort(errored=False)
 
     # Meeting
@@ -474,7 +476,7 @@ def _group_class() -> Any:
 
         def abort(self, errored: bool = True) -> None:
             self._pg = None
-            self._leave_shared()
+            self._leave_shared()  # without its abort: a slower member may still be in a sum that this one has ended
             if dist.is_initialized():
                 self._connections.cut()  # wakes members that wait in a collective; abort does not
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
@@ -482,7 +484,6 @@ def _group_class() -> Any:
 
         def _leave_shared(self) -> None:
             if self.shared is not None:
-                self.shared.abort()
                 self.shared.close()
                 self.shared = None
 
