@@ -117,6 +117,7 @@ def adding(seconds: float, model: ModelProfile = MODEL) -> ModelProfile:
 BENT = replace(MACHINE, between=Link([Point(0, 0.0), Point(MIB // 2, 0.5), Point(3 * MIB // 2, 2.5)]), collectives=[])
 LARGE = replace(MODEL, gradients=[(2 * MIB, 1.0)])
 CALIBRATED = found("ring_ddp", fixed_s=3.0, scale=2.0, tensor_s=0.5)
+FOUR_CPUS = replace(CALIBRATED, device_type="cpu", devices=2, between=Link.straight(0.25, 1 / MIB), collectives=[])
 NOT_ON_FOUR = replace(SPLIT, refused={"gpipe on 4 ranks": "3 layers are no 4 stages"})
 STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "one bucket has all: an all-reduce after backward": (
@@ -140,6 +141,14 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "an outer optimizer keeps weights and momentum": (
         lambda: step("ring_ddp", average_every=4, outer_optimizer="nesterov"),
         {"exposed_s": 1.0, "memory": HeldBytes(2 * MIB, 2 * MIB, 8 * MIB)},
+    ),
+    "Gloo's sums follow backward, with a header": (  # a ring of four; what ring_ddp's transfers cost is of others
+        lambda: step("ft_ddp", World(2, 2), machine=FOUR_CPUS, accumulate=2),
+        {
+            "exposed_s": 6 * 0.25 + 6 * (0.25 + 0.5),
+            "other_s": 2 * (1.0 + 3.0) + 2 * 0.5,
+            "sent_bytes": {"host": 2 * MIB, "network": 3 * MIB},
+        },
     ),
     "costs of the calibration": (
         lambda: step("ring_ddp", machine=CALIBRATED, accumulate=4),
@@ -209,6 +218,7 @@ def test_a_step(name: str) -> None:
         (lambda: step("ring_ddp", World(1, 4), machine=replace(CPUS, shares_cores=False)), "4 ranks would share 2 c"),
         (lambda: step("ring_ddp", World(4, 1), machine=CPUS), "4 ranks would share 2 cores"),
         (lambda: step("cpu_ps"), "cpu_ps works on one host only"),
+        (lambda: step("ft_ddp"), "gradients of ft_ddp travel over the host, whose links are not calibrated beside"),
         (lambda: step("ring_ddp", World(1, 1)), "ring_ddp needs 2 devices or more"),
         (lambda: split("gpipe", World(1, 4)), "4 stages for a chain of 2 layers"),
         (lambda: split("tensor_split", World(1, 4)), "no split of the layers over 4 ranks is known"),

@@ -26,7 +26,7 @@ from lightning_multigpu.planning.pipelines.schedule_order import (
     step_time,
 )
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
-from lightning_multigpu.planning.scaling.machine import Machine, World, servers_s
+from lightning_multigpu.planning.scaling.machine import Machine, World, ring_all_reduce_s, servers_s
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 
 _UNCERTAINTY = 0.15
@@ -34,6 +34,7 @@ _UNCERTAINTY = 0.15
 RATIOS = {"bf16": 2.0, "int8": 3.98}
 """Bytes of a gradient over those that are sent of it, by compression."""
 _RING, _HALF, _SERVERS, _COPIES = "all_reduce", "half of it", "to servers and back", "to one device and back"
+_GLOO = "Gloo's all-reduce, a ring of messages over all ranks"
 
 
 class Row(NamedTuple):
@@ -56,6 +57,7 @@ ROWS = {
     "one_device": Row(),
     "dp": Row(after=_COPIES, is_one_host=True),
     "ring_ddp": Row(_RING),
+    "ft_ddp": Row(after=_GLOO),
     "ddp_sharded": Row(_HALF, _HALF, (1 << 20, 1 << 20), "ranks"),
     "cpu_ps": Row(_HALF, _HALF, updaters="ranks", is_one_host=True),
     "sync_ps": Row(_SERVERS, _SERVERS, (4 << 20, 1 << 20)),
@@ -236,6 +238,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     row, (n, d) = ROWS[name], world
     if row.is_one_host and n > 1:
         raise ImpossibleError(f"{name} works on one host only")
+    if (by_gloo := row.after == _GLOO) and machine.device_type != "cpu":
+        raise ImpossibleError(f"gradients of {name} travel over the host, whose links are not calibrated beside GPUs")
     if model.divides_batch:
         model = replace(model.with_batches(1 / world.size), divides_batch=False)
     phases, size = model.phases_of(machine.crowd(world)), float(model.gradient_bytes)
@@ -251,6 +255,9 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     def seconds(operation: str, size_bytes: float) -> float:
         if operation == _COPIES:
             return 2 * (d - 1) * machine.link_inside(world).seconds(size_bytes)
+        if by_gloo:  # and a header
+            link = machine.link_between(world) if n > 1 else machine.link_inside(world)
+            return sum(ring_all_reduce_s(world.size, each, link) for each in (0.0, size_bytes))
         if operation == _SERVERS:  # which cut a large tensor into pieces of a bucket
             pieces, links = (
                 max(1.0, size_bytes / bucket_bytes),
@@ -277,10 +284,12 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
         held = replace(held, optimizer_bytes=held.optimizer_bytes + 2 * held.parameters_bytes)
     sent = {"host": 2 * (d - 1) * size if name == "dp" else size} if d > 1 else {}
     if n > 1:
-        sent["network"] = 2 * (n - 1) * (d * size / servers if row.during == _SERVERS else size / n / ratio)
+        ring = world.size if by_gloo else n
+        to_servers = (n - 1) * d * size / servers
+        sent["network"] = 2 * (to_servers if row.during == _SERVERS else (ring - 1) / ring * size / ratio)
     return _prediction(
         model, machine, candidate, world, named, phases,
-        transfers_s=waited_s / every, hidden_s=all_s - waited_s,
+        **{"exposed_s" if by_gloo else "transfers_s": waited_s / every}, hidden_s=all_s - waited_s,
         optimizer_s=phases.optimizer_s / updaters, samples=candidate.accumulate * model.samples * world.size,
         memory=held, activations_bytes=model.activations_bytes,
         sent_bytes={link: each / every for link, each in sent.items()},
