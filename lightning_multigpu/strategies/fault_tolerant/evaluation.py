@@ -39,9 +39,10 @@ class _EvaluationLoop(EvaluationLoop):
             except RuntimeError as error:
                 if not (isinstance(error, MembersLostError) or is_of_gloo(error)):
                     raise
+                failure = error
             finally:
                 strategy.evaluates = False
-            members.split()
+            members.split(failure)
             members.meet(shrinks=True)
             sys.stderr.write(f"ft_ddp: rank {members.rank} repeats the {self._stage.value}, whose ranks have changed\n")
             for callback, state in zip(callbacks, before, strict=True):

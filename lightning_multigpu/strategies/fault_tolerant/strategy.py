@@ -360,7 +360,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         except RuntimeError as error:
             if not is_of_gloo(error):
                 raise
-            self.members.split()
+            self.members.split(error)
             if self.evaluates:
                 raise MembersLostError("a rank is lost") from error
             return alone
@@ -406,7 +406,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             error = SIGTERMException()
             error.code = SIGTERM_STATUS
             raise error
-        return self.reduce_boolean_decision(stops, all=False)
+        vote = torch.tensor([float(stops)])
+
+        def voted(_: MeteredGroup) -> bool:
+            self.members.sum([vote], self._given["straggler_timeout_s"])
+            return bool(vote)
+
+        return self._asked(stops, voted)
 
     # Data
 
@@ -557,11 +563,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                     after_meeting=has_met,
                 )
                 break
-            except RuntimeError:
+            except RuntimeError as error:
                 failures += 1
                 if failures > _FAILURES:  # it is no loss
                     raise
-                members.split(begun_s)
+                members.split(error, begun_s)
         if has_met:
             members.finish_meeting()
         self._values.check(said.common, self.gather_objects)
