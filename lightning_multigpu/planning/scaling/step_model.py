@@ -34,7 +34,6 @@ _UNCERTAINTY = 0.15
 RATIOS = {"bf16": 2.0, "int8": 3.98}
 """Bytes of a gradient over those that are sent of it, by compression."""
 _RING, _HALF, _SERVERS, _COPIES = "all_reduce", "half of it", "to servers and back", "to one device and back"
-_GLOO = "Gloo's all-reduce, a ring of messages over all ranks"
 
 
 class Row(NamedTuple):
@@ -57,7 +56,7 @@ ROWS = {
     "one_device": Row(),
     "dp": Row(after=_COPIES, is_one_host=True),
     "ring_ddp": Row(_RING),
-    "ft_ddp": Row(after=_GLOO),
+    "ft_ddp": Row(after=_RING),
     "ddp_sharded": Row(_HALF, _HALF, (1 << 20, 1 << 20), "ranks"),
     "cpu_ps": Row(_HALF, _HALF, updaters="ranks", is_one_host=True),
     "sync_ps": Row(_SERVERS, _SERVERS, (4 << 20, 1 << 20)),
@@ -238,7 +237,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     row, (n, d) = ROWS[name], world
     if row.is_one_host and n > 1:
         raise ImpossibleError(f"{name} works on one host only")
-    if (by_gloo := row.after == _GLOO) and machine.device_type != "cpu":
+    by_gloo = name == "ft_ddp" and n > 1
+    if name == "ft_ddp" and machine.device_type != "cpu":
         raise ImpossibleError(f"gradients of {name} travel over the host, whose links are not calibrated beside GPUs")
     if model.divides_batch:
         model = replace(model.with_batches(1 / world.size), divides_batch=False)
@@ -255,9 +255,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     def seconds(operation: str, size_bytes: float) -> float:
         if operation == _COPIES:
             return 2 * (d - 1) * machine.link_inside(world).seconds(size_bytes)
-        if by_gloo:  # and a header
-            link = machine.link_between(world) if n > 1 else machine.link_inside(world)
-            return sum(ring_all_reduce_s(world.size, each, link) for each in (0.0, size_bytes))
+        if by_gloo:  # one ring over all ranks, for a header and for the gradients
+            return sum(ring_all_reduce_s(world.size, each, machine.link_between(world)) for each in (0.0, size_bytes))
         if operation == _SERVERS:  # which cut a large tensor into pieces of a bucket
             pieces, links = (
                 max(1.0, size_bytes / bucket_bytes),
