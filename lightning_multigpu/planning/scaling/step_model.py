@@ -26,7 +26,7 @@ from lightning_multigpu.planning.pipelines.schedule_order import (
     step_time,
 )
 from lightning_multigpu.planning.pipelines.timeline import NOTHING, HeldBytes
-from lightning_multigpu.planning.scaling.machine import Machine, World, ring_all_reduce_s, servers_s
+from lightning_multigpu.planning.scaling.machine import Machine, World, servers_s
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases
 
 _UNCERTAINTY = 0.15
@@ -237,7 +237,6 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     row, (n, d) = ROWS[name], world
     if row.is_one_host and n > 1:
         raise ImpossibleError(f"{name} works on one host only")
-    by_gloo = name == "ft_ddp" and n > 1
     if name == "ft_ddp" and machine.device_type != "cpu":
         raise ImpossibleError(f"gradients of {name} travel over the host, whose links are not calibrated beside GPUs")
     if model.divides_batch:
@@ -247,6 +246,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     usual = row.bucket_bytes[n > 1] or usual_bucket_bytes(model.gradient_bytes, between_hosts=n > 1)
     bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or usual
     named, ratio, every = name, 1.0, int(options.get("average_every", 1))
+    if name == "ft_ddp" and n > 1:  # all ranks are one ring, which sends 2(N-1)/N S from host to host
+        ratio = (1 - 1 / n) / (1 - 1 / world.size)
     if n > 1 and (compression := options.get("compression")):
         named, ratio = f"{name}:compression={compression}", RATIOS.get(compression, 0.0)
         if not any(each.strategy == named for each in machine.references):
@@ -255,8 +256,6 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     def seconds(operation: str, size_bytes: float) -> float:
         if operation == _COPIES:
             return 2 * (d - 1) * machine.link_inside(world).seconds(size_bytes)
-        if by_gloo:  # one ring over all ranks, for a header and for the gradients
-            return sum(ring_all_reduce_s(world.size, each, machine.link_between(world)) for each in (0.0, size_bytes))
         if operation == _SERVERS:  # which cut a large tensor into pieces of a bucket
             pieces, links = (
                 max(1.0, size_bytes / bucket_bytes),
@@ -269,6 +268,7 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     # Weights come back from owners after backward; from servers those of the last bucket alone.
     last = min(size, bucket_bytes) if row.after == _SERVERS else size
     after_s = seconds(row.after, last) if row.after else 0.0
+    after_s += seconds(row.after, 0.0) if name == "ft_ddp" else 0.0  # a header goes first
     times = [(share, seconds(row.during, bucket)) for bucket, share in messages]
     all_s = sum(each for _, each in times) + after_s
     waited_s = all_s if machine.device_type == "cpu" else exposed(times, phases.backward_s) + after_s
@@ -283,12 +283,10 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
         held = replace(held, optimizer_bytes=held.optimizer_bytes + 2 * held.parameters_bytes)
     sent = {"host": 2 * (d - 1) * size if name == "dp" else size} if d > 1 else {}
     if n > 1:
-        ring = world.size if by_gloo else n
-        to_servers = (n - 1) * d * size / servers
-        sent["network"] = 2 * (to_servers if row.during == _SERVERS else (ring - 1) / ring * size / ratio)
+        sent["network"] = 2 * (n - 1) * (d * size / servers if row.during == _SERVERS else size / n / ratio)
     return _prediction(
         model, machine, candidate, world, named, phases,
-        **{"exposed_s" if by_gloo else "transfers_s": waited_s / every}, hidden_s=all_s - waited_s,
+        transfers_s=waited_s / every, hidden_s=all_s - waited_s,
         optimizer_s=phases.optimizer_s / updaters, samples=candidate.accumulate * model.samples * world.size,
         memory=held, activations_bytes=model.activations_bytes,
         sent_bytes={link: each / every for link, each in sent.items()},
