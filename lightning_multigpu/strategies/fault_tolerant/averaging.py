@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.shared_memory.host_all_reduce import IN_PLACE_FROM_BYTES
@@ -70,7 +69,7 @@ class GradientAverage:
 
     def average(
         self,
-        parameters: list[Parameter],
+        parameters: list[Tensor],
         buffers: list[Tensor],
         weight: float,
         *,
@@ -148,7 +147,7 @@ class GradientAverage:
         return self._flats[1]
 
 
-def _local(parameter: Parameter, view: Tensor, counts: bool) -> Tensor | None:
+def _local(parameter: Tensor, view: Tensor, counts: bool) -> Tensor | None:
     """This rank's gradient, in a memory that sums do not change."""
     gradient = parameter.grad
     if gradient is None or not counts:
@@ -158,7 +157,7 @@ def _local(parameter: Parameter, view: Tensor, counts: bool) -> Tensor | None:
     return gradient
 
 
-def _give(parameter: Parameter, average: Tensor | None) -> None:
+def _give(parameter: Tensor, average: Tensor | None) -> None:
     """Sets the parameter's gradient, a sparse one where it was sparse."""
     old = parameter.grad
     if average is not None:

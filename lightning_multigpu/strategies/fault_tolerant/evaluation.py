@@ -29,6 +29,7 @@ class _EvaluationLoop(EvaluationLoop):
         strategy: Any = trainer.strategy
         members: Members = strategy.members
         callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        strategy._settle_values()
         while True:
             before = [copy.deepcopy(callback.state_dict()) for callback in callbacks]
             if members.generation != self._generation:

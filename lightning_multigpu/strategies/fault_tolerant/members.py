@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -144,14 +145,14 @@ class Members:
         url = given if "://" in given else f"http://{given}"
         self._own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         self._group = _group_class()(own, self, timeout=timedelta(seconds=_MAKE_GROUP_S))
-        transport = _transport_class()(own, timedelta(seconds=limits.join_timeout_s))
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
         self._manager = torchft().Manager(
             pg=self._group,
             load_state_dict=self._heal,
             state_dict=self._given,
             min_replica_size=1,
             use_async_quorum=False,
-            timeout=timedelta(seconds=limits.join_timeout_s),
+            timeout=timedelta(seconds=limits.straggler_timeout_s),
             quorum_timeout=timedelta(seconds=limits.straggler_timeout_s + _CONNECT_S),
             connect_timeout=timedelta(seconds=_CONNECT_S),
             rank=0,
@@ -161,7 +162,9 @@ class Members:
             lighthouse_addr=url,
             replica_id=f"rank{rank:06}",  # the order of the members
             hostname=own,
-            checkpoint_transport=transport,
+            checkpoint_transport=torchft("checkpointing.pg_transport").PGTransport(
+                self._group, timedelta(seconds=limits.straggler_timeout_s), torch.device("cpu")
+            ),
             init_sync=False,
         )
         if not int(starts or 0) or not self._main.check(["met"]):
@@ -269,7 +272,7 @@ class Members:
         self._error = None
 
     def finish_meeting(self) -> None:
-        """Ends the hand-over of this rank's state, after a sum that all have taken part in."""
+        """Tells torchft that a sum has succeeded since; after a failure it would ask for a new group each time."""
         self._manager.should_commit()
         self.healed = False
 
@@ -488,37 +491,3 @@ def _group_class() -> Any:
             self._rendezvous_store = None
 
     return Group
-
-
-def _transport_class() -> Any:
-    transports = torchft("checkpointing")
-
-    class Transport(transports.HTTPTransport):  # type: ignore[misc, name-defined]
-        """Sends a state from this host's address for the other hosts; its name may lead to loopback there."""
-
-        def __init__(self, address: str, timeout: timedelta) -> None:
-            self._host = address
-            super().__init__(timeout=timeout, num_chunks=0)
-            self._server.RequestHandlerClass.log_message = lambda *args: None
-            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in loading
-
-        def address(self) -> str:
-            return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"
-
-        def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-            before = os.environ.get("no_proxy")
-            os.environ["no_proxy"] = "*"  # the main thread waits; a proxy does not lead to other ranks
-            try:
-                return super().recv_checkpoint(*args, **kwargs)
-            finally:
-                del os.environ["no_proxy"]
-                os.environ.update({} if before is None else {"no_proxy": before})
-
-        def _serve(self) -> None:
-            self._server.serve_forever(poll_interval=0.02)
-
-        def shutdown(self, wait: bool = True) -> None:
-            super().shutdown(wait)
-            self._server.server_close()
-
-    return Transport
