@@ -51,7 +51,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             that your code keeps from one step to the next is then overwritten.
         static_graph: promise that every step uses the same parameters in the same order.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
-            step and before validation.
+            step and before validation; with ``average_every``, average them with the weights.
         average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
@@ -156,7 +156,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         assert self.groups is not None
         given = self._given
         if given["broadcast_buffers"]:
-            self.buffers = ModuleBuffers(self._module, self._data_axis)
+            self.buffers = ModuleBuffers(self._module, self._data_axis, averages=given["average_every"] > 1)
         self.reducer = self._transport.open(
             self.groups,
             self.meter,
