@@ -143,8 +143,8 @@ class Members:
         elif given is None:
             given = self._main.get("lighthouse").decode()
         url = given if "://" in given else f"http://{given}"
-        self._own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        self._group = _group_class()(own, self, timeout=timedelta(seconds=_MAKE_GROUP_S))
+        own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
+        self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=_MAKE_GROUP_S))
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
         self._manager = torchft().Manager(
             pg=self._group,
@@ -158,7 +158,7 @@ class Members:
             rank=0,
             world_size=1,
             store_addr=own,
-            store_port=self._own_store.port,
+            store_port=own_store.port,
             lighthouse_addr=url,
             replica_id=f"rank{rank:06}",  # the order of the members
             hostname=own,
@@ -379,14 +379,14 @@ class Members:
             if is_fit and finished and self.talks:
                 self._main.set("finished", "")
             self._manager.shutdown()
-            del self._manager, self._main, self._own_store  # closed before others can join another main store
+            del self._manager, self._main  # closed before others can join another main store
             if finished and self.talks:
                 dist.barrier()
         except RuntimeError:
             pass  # others are lost, or have ended first
         if not finished:
             self.split()
-        self._group.end()
+        self._group.leave_shared()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
@@ -431,18 +431,15 @@ def _group_class() -> Any:
     groups = torchft("process_group")
 
     class Group(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
-        def __init__(self, address: str, members: Members, timeout: timedelta) -> None:
+        def __init__(self, address: str, store: TCPStore, members: Members, timeout: timedelta) -> None:
             super().__init__(timeout=timeout)
-            self._address, self._members = address, members
+            self._address, self._store, self._members = address, store, members
             self._handles: list[str] = []
-            self._rendezvous_store: Any = None
             self._connections = Connections()
             self.shared: HierarchicalAllReduce | None = None
 
         def get_reconfigure_handle(self) -> str:
-            if self._rendezvous_store is None:
-                self._rendezvous_store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-            place = f"{self._address}:{self._rendezvous_store.port}"
+            place = f"{self._address}:{self._store.port}"
             return json.dumps({"id": self._handle_id(), "store": place, "global_rank": self._members.rank})
 
         def reconfigure(self, opts: Any) -> Any:
@@ -460,7 +457,7 @@ def _group_class() -> Any:
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             forget_failed_worlds()
             if rank == 0:  # the group, which outlives a run, keeps the store that it was made by
-                store = PrefixStore(f"torchft/{self._uuid}", self._rendezvous_store)
+                store = PrefixStore(f"torchft/{self._uuid}", self._store)
             self._connections = Connections()
             with self._connections.noted():
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
@@ -476,19 +473,15 @@ def _group_class() -> Any:
 
         def abort(self, errored: bool = True) -> None:
             self._pg = None
-            self._leave_shared()  # without its abort: a slower member may still be in a sum that this one has ended
+            self.leave_shared()  # without its abort: a slower member may still be in a sum that this one has ended
             if dist.is_initialized():
                 self._connections.cut()  # wakes members that wait in a collective; abort does not
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 dist.destroy_process_group()
 
-        def _leave_shared(self) -> None:
+        def leave_shared(self) -> None:
             if self.shared is not None:
                 self.shared.close()
                 self.shared = None
-
-        def end(self) -> None:
-            self._leave_shared()
-            self._rendezvous_store = None
 
     return Group
