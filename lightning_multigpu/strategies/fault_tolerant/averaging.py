@@ -44,7 +44,7 @@ class _Flat:
     def fill(self, values: list[Tensor | None]) -> None:
         """Copies the values, and zeros for None."""
         pairs = zip(self.views.values(), values, strict=True)
-        dense = [(view, value.to_dense()) for view, value in pairs if value is not None]
+        dense = [(view, value.to_dense() if value.is_sparse else value) for view, value in pairs if value is not None]
         if len(dense) < len(values):
             self.values.zero_()
         if dense:
@@ -159,9 +159,9 @@ def _local(parameter: Tensor, view: Tensor, counts: bool) -> Tensor | None:
 
 def _give(parameter: Tensor, average: Tensor | None) -> None:
     """Sets the parameter's gradient, a sparse one where it was sparse."""
-    old = parameter.grad
     if average is not None:
-        average = average.to(parameter.device)
-        if old is not None and old.is_sparse:
-            average = average.to_sparse(old.sparse_dim())
+        if average.device != parameter.device:
+            average = average.to(parameter.device)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            average = average.to_sparse(parameter.grad.sparse_dim())
     parameter.grad = average

@@ -516,6 +516,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         complete_resumed_epoch(trainer)
         share_stops(trainer)
         self._forget_step()
+        self._modules = [*self._module.modules()]
         self._wants_stop = False
         self._values = CommonValues(self.optimizers)
         self.meter.discard()
@@ -568,7 +569,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         if not self._accumulates and self._outer is None:
             weight = 0.0 if self.loss_reduction == "sum" else self._weight / self._batches
             with replaced(self, _averages=True):
-                self._average(lambda: [each for each in self._module.parameters() if each.requires_grad], weight)
+                self._average(lambda: [p for p in self._tensors("_parameters") if p.requires_grad], weight)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -592,11 +593,12 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                     )
                     raise
                 has_met = True
+                self._modules = [*self._module.modules()]
                 self._is_foreign = self._is_foreign or members.healed
             try:
                 said = self._gradients.average(
                     tensors(),
-                    [*module.buffers(), *of_first],
+                    [*self._tensors("_buffers"), *of_first],
                     weight,
                     common=self._values.number(),
                     counts=not self._is_foreign,
@@ -615,6 +617,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             members.leave_without(said.leaving)
         elif said.wants_meeting and not has_met:
             members.asks = True
+
+    def _tensors(self, kind: str) -> list[Tensor]:
+        """As ``module.parameters()`` and ``buffers()``, which would look for new layers in each step."""
+        found = (each for module in self._modules for each in getattr(module, kind).values() if each is not None)
+        return [*{id(each): each for each in found}.values()]
 
     def _average_changes(self, anchors: list[Tensor]) -> None:
         size = self.members.size
