@@ -144,7 +144,7 @@ class Members:
         url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
+        warnings.filterwarnings("ignore", module=r"torchft\.")  # of torch, about how it sends a state
         self._manager = torchft().Manager(
             pg=self._group,
             load_state_dict=self._heal,
