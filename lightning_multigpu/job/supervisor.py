@@ -40,11 +40,11 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.rendezvous import Limit
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.proc import ended_text, read_stat
+from lightning_multigpu.job.joining import STARTS, main_store
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import SAME_INTERRUPT_S
 from lightning_multigpu.job.uncaught_errors import EXIT
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
-STARTS = "LIGHTNING_MULTIGPU_STARTS"  # how often a rank has been started before
 _SUPERVISOR = "LIGHTNING_MULTIGPU_SUPERVISOR"  # of a rank: pid of the supervisor, pipe to it, number of ranks
 _POLL_S = 0.05
 _BEAT_S = 1.0
@@ -128,14 +127,7 @@ class SupervisorLauncher(SubprocessScriptLauncher):
     def _supervise(self) -> int:
         run = self._run
         limit = Limit(time.monotonic() + run.join_timeout_s, run.join_timeout_s, lambda: None)
-        address, port = run.environment.main_address, run.environment.main_port
-        store = MainStore(
-            *(address, port, limit),
-            rank=run.node_rank,
-            is_one_host=run.num_nodes == 1,
-            is_kept=False,
-            connections=Connections(),
-        ).open()
+        store = main_store(run, limit, Connections(), rank=run.node_rank)
         _KEPT.append(store)
         if run.node_rank == 0:
             server, url = (None, self._given) if self._given else self._start_lighthouse(store.host)
@@ -143,7 +135,7 @@ class SupervisorLauncher(SubprocessScriptLauncher):
             store.set("lighthouse", url)
         environment = {
             "MASTER_ADDR": store.host,
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(run.environment.main_port),
             "NODE_RANK": str(run.node_rank),
             "WORLD_SIZE": str(run.world_size),
             LIGHTHOUSE: store.get("lighthouse").decode(),

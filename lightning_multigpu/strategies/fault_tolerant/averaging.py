@@ -101,7 +101,8 @@ class GradientAverage:
                     _give(tensor, view if has_gradient[id(tensor)] else None)
                 else:
                     tensor.copy_(view)
-        leaving = [place for place, leaves in enumerate(others[:size]) if leaves]
+        leaving = [place for place, leaves in enumerate(others[:size]) if leaves == 1]
+        members.requeue_is_due = 2 in others[:size]
         return Said(wants_meeting > 0, leaving, others[size : 2 * size])
 
     def _filled(self, kind: Any, tensors: list[Any], values: list[Tensor | None]) -> tuple[Tensor, list[Tensor]]:

@@ -54,7 +54,7 @@ class Noted(L.LightningModule):
             torch.nn.init.ones_(self.layer.weight)  # the first rank's values have to reach the others
         self.plan, self.rank = plan, rank
         self.notes = (directory / f"notes{rank}.jsonl").open("a")
-        self.starts = int(os.environ.get("LIGHTNING_MULTIGPU_STARTS", 0))
+        self.starts = int(os.environ.get("LIGHTNING_MULTIGPU_STARTS", os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
 
     def note(self, **what: Any) -> None:
         self.notes.write(json.dumps(what) + "\n")
@@ -101,7 +101,10 @@ class Noted(L.LightningModule):
 
 
 def main() -> None:
-    rank, directory = int(os.environ.get("LOCAL_RANK", 0)), Path(os.environ["DIRECTORY"])
+    ranks_by_launcher = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    rank, directory = next((int(each) for each in ranks_by_launcher if each), 0), Path(os.environ["DIRECTORY"])
+    ranks = int(os.environ.get("WORLD_SIZE", 2))
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     plan: dict[str, Any] = json.loads(os.environ["PLAN"])
     module = Noted(plan, rank, directory)
     callbacks: list[Any] = []
@@ -114,7 +117,8 @@ def main() -> None:
         callbacks.append(RunReport())
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=int(os.environ.get("WORLD_SIZE", 2)),
+        devices=devices,
+        num_nodes=ranks // devices,
         strategy=FaultTolerantDDPStrategy(**plan.get("options", {})),
         precision="64-true",
         logger=False,
