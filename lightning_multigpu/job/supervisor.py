@@ -45,6 +45,7 @@ from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.proc import ended_text, read_stat
 from lightning_multigpu.job.joining import STARTS, main_store
+from lightning_multigpu.job.launchers.script_launcher import check_started
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import SAME_INTERRUPT_S
 from lightning_multigpu.job.uncaught_errors import EXIT
@@ -108,6 +109,8 @@ class SupervisorLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self._is_rank:
             _end_process(self._supervise())
+        self._run.tell_ranks()
+        check_started(self)
         set_num_threads_if_needed(num_processes=self.num_processes)
         EXIT.forget()
         try:

@@ -40,6 +40,10 @@ _ENDED_S = 0.2  # in which a killed process is gone, with all its ports
 _PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
 _SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends
 
+_GONE = (
+    "rank 0 is lost, and with it the lighthouse, without which ranks do not find each other: start one that outlives "
+    f"the ranks (torchft_lighthouse), and name it by {LIGHTHOUSE} or lighthouse="
+)
 _OF_GLOO = ("gloo", "connection", "socket", "broken pipe", "timed out", "timeout", "aborted", "process group")
 
 _runs = 0  # of this process
@@ -145,10 +149,7 @@ class Members:
         given = lighthouse or os.environ.get(LIGHTHOUSE)
         self._is_of_rank = given is None
         if given is None and has_met and self.rank == 0:
-            raise RuntimeError(
-                "rank 0 has been lost, and with it the lighthouse, without which no rank can come in: start one that "
-                f"outlives the ranks (torchft_lighthouse), and name it by {LIGHTHOUSE} or lighthouse="
-            )
+            raise RuntimeError(_GONE)
         if given is None and self.rank == 0:
             self._lighthouse, given = limits.start_lighthouse(own)
             self._main.set("lighthouse", given)
@@ -244,6 +245,7 @@ class Members:
 
         Raises:
             TimeoutError: fewer than ``min_replicas`` ranks for ``wait_for_replicas_s``.
+        RuntimeError: rank 0 is lost, and had the lighthouse.
         """
         begun_s, before, told = self._broken_s if self._is_broken else time.monotonic(), self.processes, False
         has_failed, self.healed = self._is_broken and self.has_joined, False
@@ -259,6 +261,8 @@ class Members:
                 _reach(self._url)
                 self._manager.start_quorum(shrink_only=shrinks)
             except (RuntimeError, OSError) as error:  # it is away, or waits for slow ranks
+                if self._is_of_rank and isinstance(error, ConnectionRefusedError) and not self.wants_to_leave:
+                    raise RuntimeError(_GONE) from error
                 problem: str | None = f"no quorum of the lighthouse {self._url} ({str(error).splitlines()[0]})"
             else:
                 has_failed = self._manager.errored() is not None or self._is_broken
