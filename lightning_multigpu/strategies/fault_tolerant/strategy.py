@@ -221,6 +221,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         option_checks.check_run(self.run_context, sync_batchnorm=self._layer_sync is not None)
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True: not under ft_ddp; pass sync_batchnorm=False")
+        if (least := self._given["min_replicas"]) > (ranks := self.run_context.world_size):
+            raise ValueError(f"min_replicas={least} of {ranks} ranks (devices x num_nodes); pass {ranks} or less")
         self._launcher = SupervisorLauncher(
             self.run_context,
             self._limits.start_lighthouse,

@@ -133,6 +133,8 @@ def main() -> None:
     )
     data = DataLoader(Rows(plan.get("samples", 40)), batch_size=2, shuffle=True)
     validation = DataLoader(Rows(15), batch_size=2) if plan.get("validate") else None
+    if plan.get("validates_first"):
+        trainer.validate(module, validation)
     trainer.fit(module, data, validation)
     result = {
         "weights": [*module.layer.weight[0].tolist(), module.layer.bias.item()],

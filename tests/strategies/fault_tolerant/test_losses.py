@@ -114,8 +114,10 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert "Ranks that were lost, or came in:" in job.output()
 
 
-def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
-    plan = {"trainer": {"max_epochs": -1, "max_steps": 200}, "faults": [fault(1, 6)], "pause_s": 0.03}
+@pytest.mark.parametrize("validate", [{}, {"validate": True, "validates_first": True}])
+def test_a_rank_that_is_started_again(validate: dict[str, Any], tmp_path: Path) -> None:
+    """Where a script validated before it fitted, the rank ended there, with status 0, and never came back."""
+    plan = {"trainer": {"max_epochs": -1, "max_steps": 200}, "faults": [fault(1, 6)], "pause_s": 0.03, **validate}
     with Job(tmp_path, plan) as job:
         assert job.run(restarts=1) == [0, 0]
         results = job.results()
