@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -29,9 +30,9 @@ from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.interface import interface_towards, own_address
 from lightning_multigpu.communication.rendezvous import Limit
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
-from lightning_multigpu.job.joining import LAST_STORE, main_store
+from lightning_multigpu.job.joining import LAST_STORE, STARTS, main_store
 from lightning_multigpu.job.run_context import RunContext
-from lightning_multigpu.job.supervisor import LIGHTHOUSE
+from lightning_multigpu.job.supervisor import LIGHTHOUSE, lighthouse_of
 from lightning_multigpu.report.document import MemberChange
 
 _CONNECT_S = 5.0
@@ -145,16 +146,12 @@ class Members:
         if self._sets_interface:
             os.environ["GLOO_SOCKET_IFNAME"] = str(interface)
         own = own_address(address)
-        self._lighthouse: Any = None
-        given = lighthouse or os.environ.get(LIGHTHOUSE)
-        self._is_of_rank = given is None
-        if given is None and has_met and self.rank == 0:
+        self._is_of_rank = not (lighthouse or os.environ.get(LIGHTHOUSE))
+        hosts = self.rank == 0 and STARTS not in os.environ
+        if has_met and hosts and self._is_of_rank:
             raise RuntimeError(_GONE)
-        if given is None and self.rank == 0:
-            self._lighthouse, given = limits.start_lighthouse(own)
-            self._main.set("lighthouse", given)
-        elif given is None:
-            given = self._main.get("lighthouse").decode()
+        start = partial(limits.start_lighthouse, own) if hosts else None
+        self._lighthouse, given = lighthouse_of(self._main, lighthouse, start)
         self._url = url = given if "://" in given else f"http://{given}"
         self._own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         self._group = _group_class()(own, self, timeout=timedelta(seconds=_CONNECT_S))
