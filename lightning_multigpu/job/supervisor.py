@@ -45,7 +45,7 @@ from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.proc import ended_text, read_stat
 from lightning_multigpu.job.joining import STARTS, main_store
-from lightning_multigpu.job.launchers.script_launcher import check_started
+from lightning_multigpu.job.launchers.script_launcher import RANKS, check_started
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import SAME_INTERRUPT_S
 from lightning_multigpu.job.uncaught_errors import EXIT
@@ -136,6 +136,7 @@ class SupervisorLauncher(SubprocessScriptLauncher):
             "MASTER_PORT": str(run.environment.main_port),
             "NODE_RANK": str(run.node_rank),
             "WORLD_SIZE": str(run.world_size),
+            RANKS: str(run.world_size),
             LIGHTHOUSE: url,
         }
         return Supervisor(run, store, environment, self._max_restarts).run_ranks()

@@ -19,11 +19,14 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.job.guardian import Guardian
-from lightning_multigpu.job.joining import STARTS, Joining, start_guardian
+from lightning_multigpu.job.joining import Joining, start_guardian
 from lightning_multigpu.job.run_context import RunContext
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+RANKS = "LIGHTNING_MULTIGPU_RANKS"
+"""Set by ft_ddp's supervisor: the number of ranks; Lightning forgets WORLD_SIZE after a run."""
 
 # Children by rank; they run this script to its end. They are not collected before: the guardian reads their statuses.
 _STARTED: dict[int, subprocess.Popen[bytes]] = {}
@@ -89,8 +92,7 @@ class ScriptLauncher(SubprocessScriptLauncher):
 def check_started(launcher: SubprocessScriptLauncher) -> None:
     """Raises ValueError where other ranks have been started than those of ``devices`` and ``num_nodes``."""
     environment, ranks = launcher.cluster_environment, launcher.num_nodes * launcher.num_processes
-    by_supervisor = os.environ["WORLD_SIZE"] if STARTS in os.environ else None
-    started, local_rank = int(by_supervisor or environment.world_size()), environment.local_rank()
+    started, local_rank = int(os.environ.get(RANKS) or environment.world_size()), environment.local_rank()
     if started != ranks or local_rank >= launcher.num_processes:
         devices = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(started // launcher.num_nodes, local_rank + 1)
         raise ValueError(
