@@ -132,7 +132,8 @@ class GradientAverage:
                     flat.values.div_(total)
                 for (place, view), has_value in zip(flat.views.items(), flat.has_value.tolist(), strict=True):
                     _give(parameters[place], view if has_value else None)
-        return Said(wants_meeting > 0, [place for place, leaves_now in enumerate(leaves) if leaves_now], commons)
+        members.requeue_is_due = 2 in leaves
+        return Said(wants_meeting > 0, [place for place, leaves_now in enumerate(leaves) if leaves_now == 1], commons)
 
     def _made_flats(self, num_parameters: int) -> list[_Flat]:
         """Flat tensors for the gradients and for the buffers, in shared memory if members share some; a collective."""
