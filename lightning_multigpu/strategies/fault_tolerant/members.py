@@ -252,7 +252,7 @@ class Members:
 
         Raises:
             TimeoutError: fewer than ``min_replicas`` ranks for ``wait_for_replicas_s``.
-        RuntimeError: rank 0 is lost, and had the lighthouse.
+            RuntimeError: rank 0 is lost, and had the lighthouse.
         """
         begun_s, before, told = self._broken_s if self._is_broken else time.monotonic(), self.processes, False
         has_failed, self.healed = self._is_broken and self.has_joined, False
