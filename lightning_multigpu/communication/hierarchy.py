@@ -17,9 +17,8 @@ shares at once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from functools import partial
-from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.ring import GATHER, REDUCE, RingAllReduce, chunk_bounds
-from lightning_multigpu.communication.shared_memory.host_all_reduce import Parts, SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.host_all_reduce import Bounds, SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 
 MOST_MOVED = 256
@@ -137,49 +136,41 @@ class HierarchicalAllReduce:
     def _layout(self) -> tuple[int, int]:
         return 1 if self.inside is None else self.inside.world_size, 1 if self._ring is None else self._ring.world_size
 
-    def reduce_scatter(self, parts: Parts, *, average: bool = False) -> Tensor:
-        """The sums of this rank's part, flat and in memory of their own. Raises as a call.
+    def _parts(self, bounds: Bounds) -> tuple[Bounds, Bounds, slice]:
+        """The shards of this host's ranks; the parts of all hosts within this rank's shard; and that shard."""
+        size, hosts = self._layout
+        inside = [(bounds[k * hosts][0], bounds[(k + 1) * hosts - 1][1]) for k in range(size)]
+        own = 0 if self.inside is None else self.inside.rank
+        start, end = inside[own]
+        return inside, [(a - start, b - start) for a, b in bounds[own * hosts :][:hosts]], slice(start, end)
+
+    def reduce_scatter(self, flat: Tensor, bounds: Bounds, *, average: bool = False) -> None:
+        """Reduces each rank's part of ``flat`` on that rank; other parts are overwritten. Raises as a call.
 
         Args:
-            parts: of each rank, in :attr:`order`: flat tensors, as many and as long on every rank, all of one dtype.
+            bounds: first and one-past-last element of the part of each rank, in :attr:`order`, one after the other.
         """
-        inside, mine, bounds = self._grouped(parts)
-        sums = next(chain.from_iterable(parts)).new_empty(bounds[-1][1])
+        inside, between, shard = self._parts(bounds)
         if self.inside is not None:
-            self.inside.reduce_parts(inside, sums, average=average)
-        else:
-            torch.cat(mine, out=sums)
-        if self._ring is None:
-            return sums
-        self._ring.begin(sums, average=average, phases=REDUCE, bounds=bounds)()
-        start, end = bounds[self._ring.rank]
-        return sums[start:end].clone()  # the rest is freed
+            self.inside.reduce_scatter(flat, average=average, bounds=inside)
+        if self._ring is not None:
+            self._ring.begin(flat[shard], average=average, phases=REDUCE, bounds=between)()
 
-    def all_gather(self, parts: Parts) -> None:
-        """Fills the other ranks' parts with their values; arguments and errors as for :meth:`reduce_scatter`."""
-        inside, mine, bounds = self._grouped(parts)
-        if self._ring is not None and mine:
-            flat = torch.cat(mine)
-            self._ring.begin(flat, phases=GATHER, bounds=bounds)()
-            torch._foreach_copy_(mine, flat.split_with_sizes([each.numel() for each in mine]))
+    def all_gather(self, flat: Tensor, bounds: Bounds) -> None:
+        """Fills ``flat`` with the part of every rank; ``bounds`` as for :meth:`reduce_scatter`. Raises as a call."""
+        inside, between, shard = self._parts(bounds)
+        if self._ring is not None:
+            self._ring.begin(flat[shard], phases=GATHER, bounds=between)()
         if self.inside is not None:
-            self.inside.gather_parts(inside)
+            self.inside.all_gather(flat, bounds=inside)
 
-    def _grouped(self, parts: Parts) -> tuple[list[list[Tensor]], list[Tensor], list[tuple[int, int]]]:
-        """The shards of this host's ranks; this rank's shard; and in that the bounds of the parts of all hosts."""
-        size, hosts = self._layout
-        inside = [[*chain.from_iterable(parts[k * hosts : (k + 1) * hosts])] for k in range(size)]
-        own = 0 if self.inside is None else self.inside.rank
-        sizes = [sum(flat.numel() for flat in part) for part in parts[own * hosts : (own + 1) * hosts]]
-        return inside, inside[own], [*pairwise(accumulate(sizes, initial=0))]
-
-    def sent_parts(self, sizes: Sequence[int]) -> tuple[SentBytes, SentBytes]:
-        """Bytes that this rank sends in a :meth:`reduce_scatter`, and in an :meth:`all_gather`, of parts of so many."""
-        _, hosts = self._layout
-        local, own = (0 if each is None else each.rank for each in (self.inside, self._ring))
-        mine = sizes[local * hosts :][:hosts]
-        held, shared = sum(mine), 0 if self.inside is None else sum(mine)
-        return SentBytes(held - mine[own], sum(sizes) - held), SentBytes(held - mine[(own + 1) % hosts], shared)
+    def sent_parts(self, bounds: Bounds, itemsize: int) -> tuple[SentBytes, SentBytes]:
+        """Bytes that this rank sends in a :meth:`reduce_scatter`, and in an :meth:`all_gather`."""
+        inside, between, _ = self._parts(bounds)
+        sizes = [(b - a) * itemsize for a, b in between]
+        own, held, total = 0 if self._ring is None else self._ring.rank, sum(sizes), inside[-1][1] * itemsize
+        shared = 0 if self.inside is None else held
+        return SentBytes(held - sizes[own], total - held), SentBytes(held - sizes[(own + 1) % len(sizes)], shared)
 
     def move(self, tensor: Tensor, key: int) -> bool:
         """Moves a tensor that is reduced in every step into shared memory, where it is reduced without copies.

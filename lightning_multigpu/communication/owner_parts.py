@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, islice
+from itertools import accumulate, chain, islice, pairwise
 from queue import SimpleQueue
 from typing import Any
 
@@ -30,10 +30,11 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 
 _END_S = 5.0
 _LARGE_BYTES = 1 << 18
-"""Larger tensors travel from where they are; smaller ones are copied into one."""
+"""Within a host larger tensors travel from where they are; smaller ones are copied into one."""
 MOST = 8
 """A bucket has at most so many times the bytes that it has to have of each rank, where it has too few of one rank."""
 
@@ -44,15 +45,15 @@ class Bucket:
 
     Attributes:
         parts: the tensors of each rank, large ones last, in the order of :attr:`OwnerParts.order`.
-        numels: the elements of each part.
-        members: the tensors of all parts.
-        own: those that this rank owns.
+        members: those of all parts.
+        bounds: first and one-past-last element of each part in flat memory.
+        own: the members that this rank owns, and their part.
     """
 
     parts: list[list[Tensor]]
-    numels: list[int]
     members: list[Tensor]
-    own: list[Tensor]
+    bounds: list[tuple[int, int]]
+    own: tuple[list[Tensor], slice]
 
 
 def split(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
@@ -104,7 +105,9 @@ class OwnerParts:
         self._jobs: SimpleQueue[tuple[Future[Any], Transfer, Callable[[], Any]] | None] = SimpleQueue()
         # A daemon: Gloo may leave a thread waiting for a transfer that its connection's end has cut short.
         self._thread = threading.Thread(target=self._work, name="owner-parts", daemon=True)
+        self._host: SharedMemoryAllReduce | None = None  # where all ranks share it
         if all_reduce is not None:
+            self._host = all_reduce.inside if all_reduce.between is None else None
             self._thread.start()
 
     def bucket(self, tensors: Sequence[Tensor], owners: Mapping[Tensor, int]) -> Bucket:
@@ -113,8 +116,10 @@ class OwnerParts:
         for tensor in sorted(tensors, key=_is_large):
             of_rank[owners[tensor]].append(tensor)
         parts = [of_rank[rank] for rank in self._order]
-        numels = [sum(tensor.numel() for tensor in part) for part in parts]
-        return Bucket(parts, numels, [*chain.from_iterable(parts)], of_rank[self._group.rank])
+        ends = [0, *accumulate(sum(tensor.numel() for tensor in part) for part in parts)]
+        bounds, own = [*pairwise(ends)], of_rank[self._group.rank]
+        start, end = bounds[self._order.index(self._group.rank)]
+        return Bucket(parts, [*chain.from_iterable(parts)], bounds, (own, slice(start, end)))
 
     def reduce(
         self, bucket: Bucket, values: Sequence[Tensor], *, to_all: bool = False, is_last: bool = False
@@ -126,54 +131,69 @@ class OwnerParts:
         Returns:
             What waits for the averages, flat: those of this rank's members alone, or of all on all ranks.
         """
-        all_reduce, device, operation = self._all_reduce, values[0].device, "all_reduce" if to_all else "reduce"
-        if all_reduce is None:
-            flat = torch.cat([value.reshape(-1) for value in values]).div_(self._group.size)
-            averaged = self._by_back_end(operation, bucket, flat)
-            own = self._order.index(self._group.rank)
-            return lambda: averaged() if to_all else averaged().split_with_sizes(bucket.numels)[own].clone()
+        device, part = values[0].device, slice(None) if to_all else bucket.own[1]
+        if self._host is not None and not to_all:
+            left, sums = iter(values), torch.empty(part.stop - part.start, dtype=values[0].dtype)
+            parts = [_flats([*islice(left, len(members))]) for members in bucket.parts]
+            move = partial(self._host.reduce_parts, parts, sums, average=True)
+            wait = self._beside("reduce_scatter", bucket, self._sent(bucket)[0], move, is_last)
+            return lambda: wait().to(device)
+        flat = torch.cat([value.reshape(-1) for value in values])
+        if self._all_reduce is None:
+            averages = self._by_back_end("all_reduce" if to_all else "reduce", bucket, flat.div_(self._group.size))
+            return lambda: averages()[part].clone()
+        whole = flat.cpu()
         if to_all:
-            whole = torch.cat([value.reshape(-1) for value in values]).cpu()
-            sent, work = all_reduce.plan(whole, average=True).sent, partial(all_reduce, whole, average=True)
+            sent, move = self._all_reduce.plan(whole, average=True).sent, partial(self._all_reduce, whole, average=True)
         else:
-            left = iter(values)
-            parts = [_flats([*islice(left, len(part))]) for part in bucket.parts]
-            operation = "reduce_scatter"
-            sent, work = self._sent(bucket)[0], partial(all_reduce.reduce_scatter, parts, average=True)
-        moved = self._move(operation, bucket, sent, work, is_last)
-        return lambda: moved().to(device)
+            sent, move = self._sent(bucket)[0], partial(self._own_averages, bucket, whole)
+        wait = self._beside("all_reduce" if to_all else "reduce_scatter", bucket, sent, move, is_last)
+        return lambda: wait().to(device)
+
+    def _own_averages(self, bucket: Bucket, whole: Tensor) -> Tensor:
+        assert self._all_reduce is not None
+        self._all_reduce.reduce_scatter(whole, bucket.bounds, average=True)
+        return whole[bucket.own[1]].clone()  # the rest is freed
 
     def gather(self, bucket: Bucket) -> Callable[[], None]:
-        """Gives all ranks the owners' values of a bucket's members; returns what waits for them.
+        """Begins to give all ranks the owners' values of a bucket's members; returns what waits for them.
 
-        The caller has waited for all averages.
+        Within a host it waits here. The caller has waited for all averages.
         """
-        if self._all_reduce is None:
-            flat = torch.cat([member.reshape(-1) for member in bucket.members])
-            parts = [[part] for part in flat.split_with_sizes(bucket.numels)]
-            wait: Callable[[], object] = self._by_back_end("broadcast", bucket, flat)
+        own, part = bucket.own
+        if self._host is not None:
+            parts = [_flats(members, are_read=members is own) for members in bucket.parts]
+            sent, work = self._sent(bucket)[1], partial(self._host.gather_parts, parts)
+            wait = self._beside("all_gather", bucket, sent, work, True)
         else:
-            parts = [_flats(part, are_read=part is bucket.own) for part in bucket.parts]
-            sent, work = self._sent(bucket)[1], partial(self._all_reduce.all_gather, parts)
-            wait = self._move("all_gather", bucket, sent, work, True)
+            flat = bucket.members[0].new_empty(bucket.bounds[-1][1])
+            if own:
+                torch.cat([value.reshape(-1) for value in own], out=flat[part])
+            if self._all_reduce is None:
+                wait = self._by_back_end("broadcast", bucket, flat)
+            else:
+                flat = flat.cpu()
+                sent, work = self._sent(bucket)[1], partial(self._all_reduce.all_gather, flat, bucket.bounds)
+                wait = self._beside("all_gather", bucket, sent, work, False)
+            parts = [[flat[a:b]] for a, b in bucket.bounds]
 
         def fill() -> None:
             wait()
             for members, flats in zip(bucket.parts, parts, strict=True):
-                if members and members is not bucket.own:
+                if members and members is not own:
                     _fill(members, flats)
 
         return fill
 
     def _sent(self, bucket: Bucket) -> tuple[SentBytes, SentBytes]:
         assert self._all_reduce is not None
-        return self._all_reduce.sent_parts([numel * bucket.members[0].itemsize for numel in bucket.numels])
+        return self._all_reduce.sent_parts(bucket.bounds, bucket.members[0].itemsize)
 
-    def _move(
+    def _beside(
         self, operation: str, bucket: Bucket, sent: SentBytes, work: Callable[[], Any], is_last: bool
     ) -> Callable[[], Any]:
-        """Has this object's thread move a bucket in the host's memory, or does so itself, which wakes no thread."""
-        size_bytes, moved = sum(bucket.numels) * bucket.members[0].itemsize, Future[Any]()
+        """Moves a bucket in the host's memory: in this object's thread, or the last one here, which wakes no thread."""
+        size_bytes, moved = bucket.bounds[-1][1] * bucket.members[0].itemsize, Future[Any]()
         described = {"sent_bytes": sum(sent), "memory_bytes": sent.memory, "blocking": is_last}
         job = moved, self._group.begin(operation, size_bytes, **described), work
         if is_last:
@@ -187,6 +207,7 @@ class OwnerParts:
             self._do(*job)
             del job  # and the memory of tensors
 
+    @torch.no_grad()
     def _do(self, moved: Future[Any], transfer: Transfer, work: Callable[[], Any]) -> None:
         try:
             with transfer:
@@ -197,8 +218,7 @@ class OwnerParts:
     def _by_back_end(self, operation: str, bucket: Bucket, flat: Tensor) -> Callable[[], Tensor]:
         works: list[tuple[Any, Transfer]] = []
         group, ranks = self._group, self._group.ranks
-        of_ranks = zip(self._order, flat.split_with_sizes(bucket.numels), strict=True)
-        parts = [(rank, part) for rank, part in of_ranks if part.numel()]
+        parts = [(rank, flat[a:b]) for rank, (a, b) in zip(self._order, bucket.bounds, strict=True) if b > a]
         for rank, part in [(group.rank, flat)] if operation == "all_reduce" else parts:
             sends = operation == "all_reduce" or (rank == group.rank) == (operation == "broadcast")
             described = {} if sends else {"sent_bytes": 0}

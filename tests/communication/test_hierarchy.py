@@ -100,16 +100,14 @@ def _parts(hosts: list[list[int]]) -> list[tuple[int, Tensor, Tensor, tuple[Any,
     found = []
     with hierarchy(hosts=hosts, segment_bytes=1000) as reduce:
         for sizes in PARTS:
-            in_order = [sizes[each] for each in reduce.order]
-            ends = [0, *accumulate(in_order)]
-            place = reduce.order.index(rank())
+            ends = [0, *accumulate(sizes[each] for each in reduce.order)]
+            bounds = [*pairwise(ends)]
+            start, end = bounds[reduce.order.index(rank())]
             flat = given(0, rank(), ends[-1])
-            # Of two flat tensors each.
-            parts = [[flat[a : a + (b - a) // 3], flat[a + (b - a) // 3 : b]] for a, b in pairwise(ends)]
-            own = reduce.reduce_scatter(parts, average=True)
-            flat.fill_(rank())
-            reduce.all_gather(parts)
-            found.append((ends[place], own, flat, reduce.sent_parts([4 * numel for numel in in_order])))
+            reduce.reduce_scatter(flat, bounds, average=True)
+            own, flat = flat[start:end].clone(), torch.full_like(flat, rank())
+            reduce.all_gather(flat, bounds)
+            found.append((start, own, flat, reduce.sent_parts(bounds, 4)))
     return found
 
 

@@ -32,7 +32,7 @@ def moved(in_memory: bool, large_bytes: int) -> tuple[list[int], list[int], list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner_parts, "_LARGE_BYTES", large_bytes)
         bucket = parts.bucket(tensors, dict(zip(tensors, OWNERS, strict=True)))
-        numbers, own = ([int(tensor.flatten()[0]) for tensor in of] for of in (bucket.members, bucket.own))
+        numbers, own = ([int(tensor.flatten()[0]) for tensor in of] for of in (bucket.members, bucket.own[0]))
         given = [tensor + rank() for tensor in bucket.members]
         averages = parts.reduce(bucket, given)()
         of_all = parts.reduce(bucket, given, to_all=True, is_last=True)()

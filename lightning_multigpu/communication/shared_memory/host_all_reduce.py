@@ -168,8 +168,8 @@ class SharedMemoryAllReduce:
             self.reduce_parts([[shard] for shard in shards], shards[self.rank], average=average)
         return shards[self.rank]
 
-    def reduce_parts(self, parts: Parts, sums: Tensor, *, average: bool = False) -> None:
-        """Writes the sums of this rank's part to ``sums``, which is flat; the other parts do not change.
+    def reduce_parts(self, parts: Parts, sums: Tensor, *, average: bool = False) -> Tensor:
+        """Writes the sums of this rank's part to ``sums``, which is flat, and returns it; no other part changes.
 
         Args:
             parts: of each rank of two or more: flat tensors, as many and as long on every rank, all of one dtype.
@@ -191,6 +191,7 @@ class SharedMemoryAllReduce:
                 self._sum((own[chunk], *sources), sums_of[chunk], average)
 
         self._buffers.run(max(map(len, chunks)), write, sum_own)
+        return sums
 
     def all_gather(self, tensor: Tensor, *, bounds: Bounds | None = None) -> Tensor:
         """Fills ``tensor`` in place with the shard of every rank, and returns it.

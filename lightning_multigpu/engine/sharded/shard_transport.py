@@ -103,7 +103,7 @@ class ShardTransport:
             together = alike(shared, full_bytes=MOST * self._group.size * self._bucket_bytes)
             self._buckets = [self._parts.bucket(members, self.shards.owners) for members in together]
             self._shared = ids
-        meter, waits = self._group.meter, [self._parts.gather(bucket) for bucket in self._buckets]
+        meter, waits = self._group.meter, [*map(self._parts.gather, self._buckets)]
         since = meter.mark(on_stream=any(bucket.members[0].is_cuda for bucket in self._buckets))
         for wait in waits:
             wait()

@@ -132,7 +132,7 @@ class ShardedGradients:
         meter.waited(since)
         averaged: list[Tensor] = []
         for bucket, flat in found:
-            members = bucket.members if self._shows_all else bucket.own
+            members = bucket.members if self._shows_all else bucket.own[0]
             for parameter, average in zip(members, split(flat, members), strict=True):
                 parameter.grad = average.to_sparse(1) if self._sparse and parameter in self._sparse else average
             averaged += members
