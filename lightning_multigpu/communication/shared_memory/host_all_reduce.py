@@ -174,21 +174,22 @@ class SharedMemoryAllReduce:
         Args:
             parts: of each rank of two or more: flat tensors, as many and as long on every rank, all of one dtype.
         """
-        rows, size = self._buffers.rows, self._chunk_elements(sums) // self.world_size
+        # A slot has places for the parts of the other ranks, in their order.
+        rows, rank, size = self._buffers.rows, self.rank, self._chunk_elements(sums) // max(1, self.world_size - 1)
         chunks = _cut(parts, size)
-        own = chunks[self.rank]
+        own = chunks[rank]
         sums_of = sums.split_with_sizes([piece.numel() for piece in own])
 
         def write(chunk: int) -> None:
-            for rank, pieces in enumerate(chunks):
-                if rank != self.rank and chunk < len(pieces):
-                    rows(0, rank * size, pieces[chunk])[self.rank].copy_(pieces[chunk])
+            for owner, pieces in enumerate(chunks):
+                if owner != rank and chunk < len(pieces):
+                    rows(0, (owner - (owner > rank)) * size, pieces[chunk])[rank].copy_(pieces[chunk])
 
         def sum_own(chunk: int) -> None:
             if chunk < len(own):
-                sources = [*rows(1, self.rank * size, own[chunk])[: self.world_size]]
-                del sources[self.rank]
-                self._sum((own[chunk], *sources), sums_of[chunk], average)
+                piece = own[chunk]
+                before, after = rows(1, (rank - 1) * size, piece)[:rank], rows(1, rank * size, piece)[rank + 1 : -1]
+                self._sum((piece, *before, *after), sums_of[chunk], average)
 
         self._buffers.run(max(map(len, chunks)), write, sum_own)
         return sums
