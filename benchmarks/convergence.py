@@ -14,18 +14,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import logging
-import os
 import statistics
 import tempfile
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 
-from benchmarks.heading import heading
+from benchmarks.heading import heading, quiet
 from examples.digits import DigitsCNN, DigitsData
 from examples.language_model import ByteGPT, TextData
 from lightning_multigpu import ParameterServerStrategy
@@ -138,11 +135,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=list(_OPTIMIZERS), default="AdamW", help="of the language model")
     parser.add_argument("--beta1", type=float, default=0.9, help="of that optimizer (%(default)s)")
     given = parser.parse_args()
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives a process more, which spin on cores that are shared
-    torch.set_num_threads(1)
+    quiet()
     print(heading(), flush=True)
     runs = [(2, ""), (4, ""), (4, "max_staleness=2")]
     if "digits" in given.data:

@@ -166,7 +166,9 @@ def train(directory: Path, pause_s: float, steps: int, epochs: int) -> None:
     L.seed_everything(1, verbose=False)
     is_rank = "LOCAL_RANK" in os.environ
     notes = Notes(directory) if is_rank else L.Callback()
-    saves = ModelCheckpoint(directory / "saved", every_n_train_steps=_SAVE_EVERY, save_top_k=3, monitor="loss")
+    saves = ModelCheckpoint(
+        directory / "saved", every_n_train_steps=_SAVE_EVERY, save_top_k=3, monitor="step", mode="max"
+    )
     training = DataLoader(examples(8192, 1), batch_size=32, shuffle=True)
     validation = DataLoader(examples(1024, 2), batch_size=32)
     trainer = L.Trainer(
@@ -376,7 +378,7 @@ def run_with_losses(planned: Sequence[Loss], options: argparse.Namespace, chance
     with job(on_hosts, options.forked, f"--pause={options.pause}", f"--steps={options.steps}") as trained:
         for loss in planned:
             if not trained.until(trained.is_whole, _RETURN_S):
-                run.wrong.append("not all ranks were back in time")
+                run.wrong.append("over too early" if trained.is_ending() else "not all ranks were back in time")
                 trained.show_stacks()
                 break
             trained.until(lambda: False, chance.uniform(0.5, 2))
@@ -479,7 +481,7 @@ def main() -> int:
 
 
 def count_losses(options: argparse.Namespace) -> int:
-    options.steps = options.steps if options.steps > 0 else round(options.each * 12 / options.pause)
+    options.steps = options.steps if options.steps > 0 else round(options.each * 16 / options.pause)
     chance, runs = random.Random(options.seed), []
     for number, losses in enumerate(planned(options)):
         runs.append(run := run_with_losses(losses, options, chance))

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import math
 import os
 import statistics
@@ -22,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from benchmarks.heading import heading
+from benchmarks.heading import heading, quiet
 from examples.language_model import ByteGPT, TextData
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.bench.strategies.models import BenchMLP, repeated
@@ -154,11 +152,7 @@ def main() -> None:
     parser.add_argument("--timed", choices=_TIMED, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    for name in ("lightning.pytorch", "lightning.fabric"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    os.environ["OMP_NUM_THREADS"] = "1"  # else Lightning gives a process more, which spin on cores that are shared
-    torch.set_num_threads(1)
+    quiet()
     if given.timed:
         timed(given.timed, given.folder)
         return

@@ -61,12 +61,12 @@ BANDWIDTHS = {"200mbit": "16kb", "1gbit": "64kb", "10gbit": "64kb"}
 """Of the emulated links, and what passes at once after a pause: less than a millisecond; on real links nothing does."""
 ACCUMULATED = 4
 ONE_HOST = (
-    *("ring_ddp", "ring_ddp:bucket_cap_mb=2", "ring_ddp x4", "ddp_sharded", "cpu_ps", "sharded_ps"),
+    *("ring_ddp", "ring_ddp:bucket_cap_mb=2", "ring_ddp x4", "ft_ddp", "ddp_sharded", "cpu_ps", "sharded_ps"),
     *("gpipe:num_micro_batches=4", "pipeline_1f1b:num_micro_batches=4", "tensor_split"),
 )
 HOSTS = (
     *("ring_ddp", "ring_ddp:bucket_cap_mb=1", "ring_ddp x4", "ring_ddp:compression=int8", "ring_ddp:compression=bf16"),
-    *("ddp_sharded", "sharded_ps", "pipeline_1f1b:num_micro_batches=4", "tensor_split"),
+    *("ft_ddp", "ddp_sharded", "sharded_ps", "pipeline_1f1b:num_micro_batches=4", "tensor_split"),
 )
 WORLDS = [("", World(1, 2))] + [(bandwidth, World(2, 1)) for bandwidth in BANDWIDTHS]
 """On two cores; of more ranks than cores plans say nothing."""

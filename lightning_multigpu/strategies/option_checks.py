@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 
 from lightning_multigpu._suggest import did_you_mean
 from lightning_multigpu.job.run_context import RunContext
@@ -152,4 +153,28 @@ def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fe
     if sync_batchnorm:
         raise ValueError(
             "sync_batchnorm=True: the stages of a pipeline have no BatchNorm in common; pass sync_batchnorm=False"
+        )
+
+
+def check_outer(outer: object, average_every: int) -> None:
+    """Raises ValueError if ``outer_optimizer`` is none that there is, or has nothing to step with."""
+    if outer != "nesterov" and not (isinstance(outer, Mapping) and {*outer} <= {"lr", "momentum"}):
+        raise ValueError(f"outer_optimizer={outer!r}: pass 'nesterov', or a mapping of lr and momentum")
+    for name, value in outer.items() if isinstance(outer, Mapping) else ():
+        check_number(f"outer_optimizer: {name}", value, least=None if name == "lr" else 0)
+        if name == "momentum" and value >= 1:
+            raise ValueError(f"outer_optimizer: momentum={value!r} is out of range; pass a number from 0 to below 1")
+    if average_every == 1:
+        raise ValueError(
+            f"outer_optimizer={outer!r} with average_every=1: it steps with what each rank changes in several steps of "
+            "its own; pass average_every=50, for example, or leave it out"
+        )
+
+
+def check_scales(precision: Precision, average_every: int) -> None:
+    """Raises ValueError if ranks that step alone would scale their losses each by a factor of its own."""
+    if average_every > 1 and getattr(precision, "scaler", None) is not None:
+        raise ValueError(
+            f"average_every={average_every} with precision={precision.precision!r}: ranks that "
+            "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
@@ -19,7 +20,7 @@ from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager, average_gradients
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
-from lightning_multigpu.engine.data_parallel.outer_optimizer import OuterOptimizer
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer, average_changes
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, not_ignored, unused_error
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _OF_LIGHTNING = ("ddp_comm_state", "ddp_comm_hook")
-_SAVED_AS = "outer_optimizer"
 _OF_TORCH = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
 
 
@@ -51,7 +51,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             that your code keeps from one step to the next is then overwritten.
         static_graph: promise that every step uses the same parameters in the same order.
         broadcast_buffers: give every rank the buffers of rank 0 (BatchNorm's statistics) before each synchronised
-            step and before validation.
+            step and before validation; with ``average_every``, average them with the weights.
         average_every: with k > 1, ranks take k optimizer steps with their own gradients, then average weights and
             optimizer state (local SGD); they also average before validation, before a checkpoint and at the end. This
             is another algorithm than that of one device, with 1/k of the traffic. 1 averages gradients in every step.
@@ -141,12 +141,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        plugin, average_every = self.precision_plugin, self._given["average_every"]
-        if average_every > 1 and getattr(plugin, "scaler", None) is not None:
-            raise ValueError(
-                f"average_every={average_every} with precision={plugin.precision!r}: ranks that "
-                "step alone would each scale their losses differently; use precision='bf16-mixed' or '32-true'"
-            )
+        option_checks.check_scales(self.precision_plugin, self._given["average_every"])
 
     @override
     def _setup_model(self, model: Module) -> Any:
@@ -161,7 +156,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         assert self.groups is not None
         given = self._given
         if given["broadcast_buffers"]:
-            self.buffers = ModuleBuffers(self._module, self._data_axis)
+            self.buffers = ModuleBuffers(self._module, self._data_axis, averages=given["average_every"] > 1)
         self.reducer = self._transport.open(
             self.groups,
             self.meter,
@@ -171,7 +166,8 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         )
         self._kept = {}
         if (outer := given["outer_optimizer"]) is not None:
-            self._outer = OuterOptimizer(self.reducer, **({} if isinstance(outer, str) else outer))
+            average = partial(average_changes, self.reducer)
+            self._outer = OuterOptimizer(average, **({} if isinstance(outer, str) else outer))
         if given["average_every"] > 1:
             self._models = ModelAverager(given["average_every"], self.reducer.average, self._outer)
 
@@ -300,26 +296,12 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _further_state(self) -> dict[str, Any]:
         if self._outer is None:
             return self._kept
-        return {_SAVED_AS: self._outer.state(dict(self._module.named_parameters()))}
+        return {OUTER_OPTIMIZER: self._outer.state(dict(self._module.named_parameters()))}
 
     @override
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._outer is not None and _SAVED_AS in checkpoint:
-            self._outer.load(dict(self._module.named_parameters()), checkpoint[_SAVED_AS])
-
-
-def _check_outer(outer: object, average_every: int) -> None:
-    if outer != "nesterov" and not (isinstance(outer, Mapping) and {*outer} <= {"lr", "momentum"}):
-        raise ValueError(f"outer_optimizer={outer!r}: pass 'nesterov', or a mapping of lr and momentum")
-    for name, value in outer.items() if isinstance(outer, Mapping) else ():
-        option_checks.check_number(f"outer_optimizer: {name}", value, least=None if name == "lr" else 0)
-        if name == "momentum" and value >= 1:
-            raise ValueError(f"outer_optimizer: momentum={value!r} is out of range; pass a number from 0 to below 1")
-    if average_every == 1:
-        raise ValueError(
-            f"outer_optimizer={outer!r} with average_every=1: it steps with what each rank changes in several steps of "
-            "its own; pass average_every=50, for example, or leave it out"
-        )
+        if self._outer is not None and OUTER_OPTIMIZER in checkpoint:
+            self._outer.load(dict(self._module.named_parameters()), checkpoint[OUTER_OPTIMIZER])
 
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
@@ -331,7 +313,7 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_number("average_every", average_every, whole=True)
     given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
     if (outer := options["outer_optimizer"]) is not None:
-        _check_outer(outer, average_every)
+        option_checks.check_outer(outer, average_every)
     if average_every > 1 and given and (outer is None or options["ddp_comm_hook"] is not None):
         raise ValueError(
             f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "

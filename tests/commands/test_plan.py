@@ -92,7 +92,7 @@ def test_every_strategy_is_predicted_or_has_a_reason(capsys: pytest.CaptureFixtu
     predicted = {row["strategy"] for row in document["predictions"]}
     impossible = {row["strategy"] for row in document["impossible"]}
     assert predicted | impossible == NAMES
-    assert {"ring_ddp", "gpipe", "cpu_ps"} <= predicted
+    assert {"ring_ddp", "ft_ddp", "gpipe", "cpu_ps"} <= predicted
     reasons = {(row["strategy"], *row["world"]): row["reason"] for row in document["impossible"]}
     looped = reasons["pipeline_interleaved", 2, 2]
     assert "8 stages for a chain of 4 layers" in looped

@@ -117,6 +117,8 @@ def adding(seconds: float, model: ModelProfile = MODEL) -> ModelProfile:
 BENT = replace(MACHINE, between=Link([Point(0, 0.0), Point(MIB // 2, 0.5), Point(3 * MIB // 2, 2.5)]), collectives=[])
 LARGE = replace(MODEL, gradients=[(2 * MIB, 1.0)])
 CALIBRATED = found("ring_ddp", fixed_s=3.0, scale=2.0, tensor_s=0.5)
+TWO_A_HOST = {"device_type": "cpu", "devices": 2, "inside": A_SECOND_A_MIB, "collectives": []}
+FOUR_CPUS = replace(CALIBRATED, between=Link.straight(0.25, 1 / MIB), **TWO_A_HOST)
 NOT_ON_FOUR = replace(SPLIT, refused={"gpipe on 4 ranks": "3 layers are no 4 stages"})
 STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "one bucket has all: an all-reduce after backward": (
@@ -140,6 +142,14 @@ STEPS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "an outer optimizer keeps weights and momentum": (
         lambda: step("ring_ddp", average_every=4, outer_optimizer="nesterov"),
         {"exposed_s": 1.0, "memory": HeldBytes(2 * MIB, 2 * MIB, 8 * MIB)},
+    ),
+    "ft_ddp sums after backward, as ring_ddp does within a host": (
+        lambda: step("ft_ddp", ONE_HOST, machine=FOUR_CPUS, accumulate=2),
+        {"exposed_s": 2 * 2.0, "other_s": 2 * (1.0 + 3.0) + 2 * 0.5},
+    ),
+    "ft_ddp has one ring over hosts, and a header": (  # 3/2 of the bytes of a ring between the two
+        lambda: step("ft_ddp", World(2, 2), machine=FOUR_CPUS),
+        {"exposed_s": 2 * (1.5 * (2.0 + 2.0) + 2 * 2 * 0.25), "sent_bytes": {"host": 2 * MIB, "network": 3 * MIB}},
     ),
     "costs of the calibration": (
         lambda: step("ring_ddp", machine=CALIBRATED, accumulate=4),
@@ -209,6 +219,7 @@ def test_a_step(name: str) -> None:
         (lambda: step("ring_ddp", World(1, 4), machine=replace(CPUS, shares_cores=False)), "4 ranks would share 2 c"),
         (lambda: step("ring_ddp", World(4, 1), machine=CPUS), "4 ranks would share 2 cores"),
         (lambda: step("cpu_ps"), "cpu_ps works on one host only"),
+        (lambda: step("ft_ddp"), "gradients of ft_ddp travel over the host, whose links are not calibrated beside"),
         (lambda: step("ring_ddp", World(1, 1)), "ring_ddp needs 2 devices or more"),
         (lambda: split("gpipe", World(1, 4)), "4 stages for a chain of 2 layers"),
         (lambda: split("tensor_split", World(1, 4)), "no split of the layers over 4 ranks is known"),

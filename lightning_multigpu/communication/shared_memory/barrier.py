@@ -61,7 +61,7 @@ class Barrier:
         self._rank = rank
         self._names = names
         self._is_gone = is_gone
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         try:
             blocking, short = ctypes.CDLL(None, use_errno=True), ctypes.PyDLL(None)
             self._wait = blocking.sem_clockwait
@@ -113,7 +113,7 @@ class Barrier:
         self._flag.value = self._flag.value or _ABORTED
 
     def _wait_for(self, peer: int, cell: ctypes.c_void_p) -> None:
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self.timeout_s
         while True:
             until_s = min(time.monotonic() + _LOOK_UP_S, deadline)
             until = _Timespec(int(until_s), int(until_s % 1 * 1e9))
@@ -130,7 +130,7 @@ class Barrier:
                 raise self._lost()
             if time.monotonic() >= deadline:
                 raise ConnectionLostError(
-                    f"shared memory of rank {self._names[self._rank]}: timed out after {self._timeout_s:g} s of "
+                    f"shared memory of rank {self._names[self._rank]}: timed out after {self.timeout_s:g} s of "
                     f"waiting for rank {self._names[peer]}"
                 )
 

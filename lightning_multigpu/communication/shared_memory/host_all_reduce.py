@@ -74,6 +74,7 @@ class SharedMemoryAllReduce:
         self.world_size = self._buffers.world_size
         self.direct_bytes = direct_bytes
         self._in_place = InPlaceTensors(self.rank, self._exchange)
+        self.limit = self._buffers.limit
 
     def move(self, tensor: Tensor, key: int) -> None:
         """Moves a tensor into memory that all ranks share, so that it is reduced without copies from now on.

@@ -121,6 +121,11 @@ class SharedBuffers:
             rows = self._views[key] = buffer[:, start : start + like.numel()].unbind()
         return rows
 
+    def limit(self, timeout_s: float) -> None:
+        """Sets the seconds that this rank waits for the others from now on."""
+        if self._barrier is not None:
+            self._barrier.timeout_s = timeout_s
+
     def abort(self) -> None:
         """Makes every rank that is in :meth:`run`, or calls it later, raise; any thread may call this at any time."""
         barrier = self._barrier

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
+from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.placeholder import Placeholder
 
 
@@ -55,5 +56,5 @@ class ModuleBuffers:
         ]
         averaged = [*filter(Tensor.is_floating_point, own)] if self._averages else []
         group.broadcast_tensors([b for b in own if not (averaged and b.is_floating_point())], src=group.first_rank)
-        for buffer in averaged:
-            buffer.copy_(group.all_reduce(buffer, "mean"))
+        for members in alike(averaged):
+            apply_flat(lambda flat: flat.copy_(group.all_reduce(flat, "mean")), members)

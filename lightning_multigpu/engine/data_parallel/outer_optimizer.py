@@ -8,7 +8,7 @@ Source: A. Douillard et al., "DiLoCo: distributed low-communication training of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch.optim import SGD
 from lightning_multigpu.communication.tensors import alike, apply_flat
 from lightning_multigpu.engine.data_parallel.reducer import GradientReducer
 
+OUTER_OPTIMIZER = "outer_optimizer"  # its state in a checkpoint
 FLAT_BYTES = 32 << 20  # a flat copy of all parameters would double the memory of the model
 
 
@@ -27,39 +28,40 @@ class OuterOptimizer:
     A parameter that is new, or was frozen at the last average, takes part from the next average on.
 
     Args:
-        reducer: averages over the ranks; if it compresses gradients, it compresses changes.
+        average: averages the ``.grad`` of anchors, by their parameters, over the ranks; a collective.
         lr, momentum: of :class:`torch.optim.SGD`.
+
+    Attributes:
+        anchors: the weights, by their parameters, that ranks have begun from.
     """
 
-    def __init__(self, reducer: GradientReducer, *, lr: float = 0.7, momentum: float = 0.9) -> None:
-        self._reducer = reducer
+    def __init__(
+        self, average: Callable[[Mapping[Tensor, Tensor]], object], *, lr: float = 0.7, momentum: float = 0.9
+    ) -> None:
+        self._average = average
         self._make = partial(SGD, lr=lr, momentum=momentum, nesterov=momentum > 0)
-        self._anchors: dict[Tensor, Tensor] = {}
+        self.anchors: dict[Tensor, Tensor] = {}
         self._momenta: dict[Tensor, Tensor] = {}
         self._alike: set[Tensor] = set()  # whose values were equal on all ranks at the last average
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the weights at the last average and of the momentum."""
-        return sum(tensor.nbytes for tensor in (*self._anchors.values(), *self._momenta.values()))
+        return sum(tensor.nbytes for tensor in (*self.anchors.values(), *self._momenta.values()))
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Keeps the weights, equal on all ranks, from which each rank now steps alone."""
         listed = list(parameters)
         self._alike = self._alike or {*listed}
-        self._anchors = {p: p.detach().clone() for p in listed if p.requires_grad and p in self._alike}
+        self.anchors = {p: p.detach().clone() for p in listed if p.requires_grad and p in self._alike}
 
     @torch.no_grad()
     def step(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Averages the changes and steps; a collective. Returns the parameters to average themselves."""
-        anchors, alike_before, self._alike = self._anchors, self._alike, {*parameters}
+        anchors, alike_before, self._alike = self.anchors, self._alike, {*parameters}
         for parameter, anchor in anchors.items():
             anchor.grad = anchor - parameter
-        for members in alike(anchors, full_bytes=FLAT_BYTES):
-            changes = [anchors[parameter].grad for parameter in members]
-            key = tuple(map(id, members))  # of the error feedback
-            apply_flat(partial(self._reducer.average, key=key), changes)  # type: ignore[arg-type]
-        self._reducer.end_step(1.0)
+        self._average(anchors)
         if anchors:
             optimizer = self._make(anchors.values())
             for parameter in anchors.keys() & self._momenta.keys():
@@ -79,3 +81,12 @@ class OuterOptimizer:
     def load(self, named: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
         """Goes on from :meth:`state` and the present weights."""
         self._momenta = {p: state[name].to(p) for name, p in named.items() if name in state}
+
+
+def average_changes(reducer: GradientReducer, anchors: Mapping[Tensor, Tensor]) -> None:
+    """Averages the ``.grad`` of anchors, by their parameters; compresses them if the reducer compresses gradients."""
+    for members in alike(anchors, full_bytes=FLAT_BYTES):
+        changes = [anchors[parameter].grad for parameter in members]
+        key = tuple(map(id, members))  # of the error feedback
+        apply_flat(partial(reducer.average, key=key), changes)  # type: ignore[arg-type]
+    reducer.end_step(1.0)

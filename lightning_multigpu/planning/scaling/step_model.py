@@ -56,6 +56,7 @@ ROWS = {
     "one_device": Row(),
     "dp": Row(after=_COPIES, is_one_host=True),
     "ring_ddp": Row(_RING),
+    "ft_ddp": Row(after=_RING),
     "ddp_sharded": Row(_HALF, _HALF, (1 << 20, 1 << 20), "ranks"),
     "cpu_ps": Row(_HALF, _HALF, updaters="ranks", is_one_host=True),
     "sync_ps": Row(_SERVERS, _SERVERS, (4 << 20, 1 << 20)),
@@ -236,6 +237,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     row, (n, d) = ROWS[name], world
     if row.is_one_host and n > 1:
         raise ImpossibleError(f"{name} works on one host only")
+    if name == "ft_ddp" and machine.device_type != "cpu":
+        raise ImpossibleError(f"gradients of {name} travel over the host, whose links are not calibrated beside GPUs")
     if model.divides_batch:
         model = replace(model.with_batches(1 / world.size), divides_batch=False)
     phases, size = model.phases_of(machine.crowd(world)), float(model.gradient_bytes)
@@ -243,6 +246,8 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     usual = row.bucket_bytes[n > 1] or usual_bucket_bytes(model.gradient_bytes, between_hosts=n > 1)
     bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or usual
     named, ratio, every = name, 1.0, int(options.get("average_every", 1))
+    if name == "ft_ddp" and n > 1:  # all ranks are one ring, which sends 2(N-1)/N S from host to host
+        ratio = (1 - 1 / n) / (1 - 1 / world.size)
     if n > 1 and (compression := options.get("compression")):
         named, ratio = f"{name}:compression={compression}", RATIOS.get(compression, 0.0)
         if not any(each.strategy == named for each in machine.references):
@@ -263,6 +268,7 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     # Weights come back from owners after backward; from servers those of the last bucket alone.
     last = min(size, bucket_bytes) if row.after == _SERVERS else size
     after_s = seconds(row.after, last) if row.after else 0.0
+    after_s += seconds(row.after, 0.0) if name == "ft_ddp" else 0.0  # a header goes first
     times = [(share, seconds(row.during, bucket)) for bucket, share in messages]
     all_s = sum(each for _, each in times) + after_s
     waited_s = all_s if machine.device_type == "cpu" else exposed(times, phases.backward_s) + after_s

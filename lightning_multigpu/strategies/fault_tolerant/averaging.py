@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import zlib
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.communication.shared_memory.host_all_reduce import IN_PLACE_FROM_BYTES
+from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.strategies.fault_tolerant.members import Members
+
+_FLAT_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -24,22 +28,48 @@ class Said:
     common: list[float]
 
 
+class _Flat:
+    """Values of tensors of one dtype in a row, and whether each is there: ``values`` of shape (elements + tensors,).
+
+    ``views`` are those of each tensor, by its place among the parameters and buffers.
+    """
+
+    def __init__(self, tensors: dict[int, Tensor], *, is_of_gradients: bool) -> None:
+        self.is_of_gradients = is_of_gradients
+        sizes = [tensor.numel() for tensor in tensors.values()]
+        self.values = torch.empty(sum(sizes) + len(sizes), dtype=next(iter(tensors.values())).dtype)
+        *parts, self.has_value = self.values.split([*sizes, len(sizes)])  # type: ignore[no-untyped-call]
+        self.views = {place: part.view(tensors[place].shape) for place, part in zip(tensors, parts, strict=True)}
+
+    def fill(self, values: list[Tensor | None]) -> None:
+        """Copies the values, and zeros for None."""
+        pairs = zip(self.views.values(), values, strict=True)
+        dense = [(view, value.to_dense() if value.is_sparse else value) for view, value in pairs if value is not None]
+        if len(dense) < len(values):
+            self.values.zero_()
+        if dense:
+            torch._foreach_copy_(*map(list, zip(*dense, strict=True)))  # type: ignore[arg-type]
+        self.has_value.copy_(torch.tensor([value is not None for value in values]))
+
+
 class GradientAverage:
     """Averages gradients over the members in flat buffers; ``.grad`` changes once the sums are there.
 
     The module's buffers (BatchNorm's statistics, for example) travel too: all members get those of the first one. A
-    header, in float64, travels with them::
+    header, in float64, goes first::
 
-        [ weight | asks for a meeting | leaves, common: a number for each member | has a gradient: for each parameter ]
+        [ weight | asks for a meeting | leaves, common, layout: a number for each member ]
     """
 
     def __init__(self, members: Members, meter: Meter) -> None:
         self._members, self._meter = members, meter
-        self._flat: dict[Any, tuple[Sequence[Tensor], Tensor, list[Tensor]]] = {}  # by kind: tensors, flat, its views
+        self._tensors: list[Tensor] = []
+        self._layout = 0  # of these tensors
+        self._flats: tuple[Any, list[_Flat]] = None, []  # and the group and layout that they were made for
 
     def average(
         self,
-        parameters: list[Parameter],
+        parameters: list[Tensor],
         buffers: list[Tensor],
         weight: float,
         *,
@@ -56,81 +86,82 @@ class GradientAverage:
             after_meeting: members may come late, with a state to take.
 
         Raises:
+            ValueError: members train parameters of different shapes.
             RuntimeError: a member is lost, or too slow. Gradients and buffers are as they were.
         """
-        members, size = self._members, self._members.size
-        first = 2 + 2 * size
-        header = torch.zeros(first + len(parameters), dtype=torch.float64)
-        header[1], header[2 + members.index] = members.wants_meeting(), members.wants_to_leave
-        header[2 + size + members.index] = common
-        if counts:
-            header[0] = weight
-            header[first:] = torch.tensor([parameter.grad is not None for parameter in parameters])
-        size_bytes = sum(tensor.nbytes for tensor in (header, *parameters, *buffers))
+        members, size, tensors = self._members, self._members.size, [*parameters, *buffers]
+        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
+            self._tensors, text = tensors, repr([(tensor.shape, tensor.dtype) for tensor in tensors])
+            self._layout = zlib.crc32(text.encode())
+        header = torch.zeros(2 + 3 * size, dtype=torch.float64)
+        header[0], header[1] = weight * counts, members.wants_meeting()
+        numbers = [members.wants_to_leave, common, self._layout]
+        header[2 + members.index :: size] = torch.tensor(numbers, dtype=torch.float64)
+        size_bytes = sum(tensor.nbytes for tensor in (header, *tensors))
         timeout_s = members.timeout_s(size_bytes, meets=after_meeting)
-        views: list[tuple[Tensor, Tensor]] = []
-        flats: list[Tensor] = []
-        with self._meter.blocking("all_reduce", group="data", group_size=size, size_bytes=size_bytes):
-            works = members.begin_sum(header, timeout_s)
+        sent = {} if members.shared is None else {"sent_bytes": size_bytes, "memory_bytes": size_bytes}
+        with self._meter.blocking("all_reduce", group="data", group_size=size, size_bytes=size_bytes, **sent):
+            members.sum([header], timeout_s)
+            total, wants_meeting, *said = header.tolist()
+            leaves, commons, layouts = said[:size], said[size : 2 * size], said[2 * size :]
+            if len({*layouts}) > 1:
+                raise ValueError(f"ranks {members.ranks} train parameters of different shapes, or not the same ones")
+            flats = self._made_flats(len(parameters))
             try:
-                kinds: list[tuple[bool, Sequence[Tensor]]] = [(True, parameters), (False, buffers)]
-                for is_gradient, kind in kinds:
-                    for dtype in dict.fromkeys(tensor.dtype for tensor in kind):
-                        tensors = [tensor for tensor in kind if tensor.dtype == dtype]
-                        if is_gradient:
-                            values = [tensor.grad if counts else None for tensor in tensors]
-                        else:
-                            values = [tensor if members.index == 0 else None for tensor in tensors]
-                        flat, parts = self._filled((is_gradient, dtype), tensors, values)
-                        works += members.begin_sum(flat, timeout_s)
-                        views += zip(tensors, parts, strict=True)
-                        flats += [flat] * is_gradient
-                for work in works:
-                    work.wait()
+                for flat in flats:
+                    if flat.is_of_gradients:
+                        flat.fill([_local(parameters[place], view, counts) for place, view in flat.views.items()])
+                    else:
+                        flat.fill([tensors[place] if members.index == 0 else None for place in flat.views])
+                members.sum([flat.values for flat in flats], timeout_s)
             except BaseException:
-                self._flat.clear()  # what is under way still writes there
+                self._flats = None, []  # what is under way still writes there
                 raise
-        total, wants_meeting, *others = header.tolist()
-        if total > 0 and abs(total - 1) > 1e-9:
-            for flat in flats:
-                flat.div_(total)
-        has_gradient = dict(zip(map(id, parameters), others[2 * size :], strict=True))
         with torch.no_grad():
-            for tensor, view in views:
-                if id(tensor) in has_gradient:
-                    _give(tensor, view if has_gradient[id(tensor)] else None)
-                else:
-                    tensor.copy_(view)
-        leaving = [place for place, leaves in enumerate(others[:size]) if leaves]
-        return Said(wants_meeting > 0, leaving, others[size : 2 * size])
+            for flat in flats:
+                if not flat.is_of_gradients:
+                    for place, view in flat.views.items():
+                        tensors[place].copy_(view)
+                    continue
+                if total > 0 and abs(total - 1) > 1e-9:
+                    flat.values.div_(total)
+                for (place, view), has_value in zip(flat.views.items(), flat.has_value.tolist(), strict=True):
+                    _give(parameters[place], view if has_value else None)
+        return Said(wants_meeting > 0, [place for place, leaves_now in enumerate(leaves) if leaves_now], commons)
 
-    def _filled(self, kind: Any, tensors: list[Any], values: list[Tensor | None]) -> tuple[Tensor, list[Tensor]]:
-        """A flat CPU tensor with the values, 0 for None, and the view of each; kept from step to step."""
-        before, flat, views = self._flat.get(kind, ((), torch.empty(0), []))
-        is_same = len(before) == len(tensors) and all(a is b for a, b in zip(before, tensors, strict=True))
-        if not is_same or any(
-            v is not None and v.data_ptr() == w.data_ptr() for v, w in zip(values, views, strict=True)
-        ):
-            flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=kind[1])
-            parts = flat.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
-            views = [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-            self._flat[kind] = tensors, flat, views
-        dense: list[tuple[Tensor, Tensor]] = []
-        for view, value in zip(views, values, strict=True):
-            if value is None:
-                view.zero_()
-            else:
-                dense.append((view, value.to_dense() if value.is_sparse else value))
-        if dense:
-            torch._foreach_copy_(*map(list, zip(*dense, strict=True)))  # type: ignore[arg-type]
-        return flat, views
+    def _made_flats(self, num_parameters: int) -> list[_Flat]:
+        """Flat tensors for the gradients and for the buffers, in shared memory if members share some; a collective."""
+        made_for = dist.group.WORLD, self._layout  # the same on all members
+        if self._flats[0] != made_for:
+            places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
+            kinds = self._tensors[:num_parameters], self._tensors[num_parameters:]
+            flats = [
+                _Flat({places[id(tensor)]: tensor for tensor in group}, is_of_gradients=kind is kinds[0])
+                for kind in kinds
+                for group in alike(kind, full_bytes=_FLAT_BYTES)
+            ]
+            for key, flat in enumerate(flats):
+                if self._members.shared is not None and flat.values.nbytes > IN_PLACE_FROM_BYTES:
+                    self._members.shared.move(flat.values, key)
+            self._flats = made_for, flats
+        return self._flats[1]
 
 
-def _give(parameter: Any, average: Tensor | None) -> None:
+def _local(parameter: Tensor, view: Tensor, counts: bool) -> Tensor | None:
+    """This rank's gradient, in a memory that sums do not change."""
+    gradient = parameter.grad
+    if gradient is None or not counts:
+        return None
+    if not gradient.is_sparse and gradient.data_ptr() == view.data_ptr():  # it was added to the average of before
+        parameter.grad = gradient = gradient.clone()
+    return gradient
+
+
+def _give(parameter: Tensor, average: Tensor | None) -> None:
     """Sets the parameter's gradient, a sparse one where it was sparse."""
-    old = parameter.grad
     if average is not None:
-        average = average.to(parameter.device)
-        if old is not None and old.is_sparse:
-            average = average.to_sparse(old.sparse_dim())
+        if average.device != parameter.device:
+            average = average.to(parameter.device)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            average = average.to_sparse(parameter.grad.sparse_dim())
     parameter.grad = average

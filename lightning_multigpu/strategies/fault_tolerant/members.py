@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
@@ -23,13 +25,17 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from lightning_multigpu._torch_compat import forget_failed_worlds, set_group_timeout
 from lightning_multigpu._torchft import start_lighthouse, torchft
 from lightning_multigpu.communication.connections import Connections
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.interface import interface_towards, own_address
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
+from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.job.joining import LAST_STORE
 from lightning_multigpu.report.document import MemberChange
 
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store
 _CONNECT_S = 5.0
+_MAKE_GROUP_S = 3.0  # a member may be lost while the group is made
 _MEETING_EVERY_S = 0.5
 _PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
 _SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends
@@ -112,6 +118,7 @@ class Members:
         self.has_joined = self.healed = self.asks = self.wants_to_leave = self.has_left = self._is_broken = False
         self.generation = 0
         self._checked_s = self._broken_s = time.monotonic()
+        self._error: RuntimeError | None = None  # of the last failure
         self._give = give
         self._take = take
         interface = interface_towards(address)
@@ -136,26 +143,28 @@ class Members:
         elif given is None:
             given = self._main.get("lighthouse").decode()
         url = given if "://" in given else f"http://{given}"
-        self._own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        self._group = _group_class()(own, self, timeout=timedelta(seconds=_CONNECT_S))
-        transport = _transport_class()(own, timedelta(seconds=limits.join_timeout_s))
+        own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
+        self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=_MAKE_GROUP_S))
+        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
         self._manager = torchft().Manager(
             pg=self._group,
             load_state_dict=self._heal,
             state_dict=self._given,
             min_replica_size=1,
             use_async_quorum=False,
-            timeout=timedelta(seconds=limits.join_timeout_s),
+            timeout=timedelta(seconds=limits.straggler_timeout_s),
             quorum_timeout=timedelta(seconds=limits.straggler_timeout_s + _CONNECT_S),
             connect_timeout=timedelta(seconds=_CONNECT_S),
             rank=0,
             world_size=1,
             store_addr=own,
-            store_port=self._own_store.port,
+            store_port=own_store.port,
             lighthouse_addr=url,
             replica_id=f"rank{rank:06}",  # the order of the members
             hostname=own,
-            checkpoint_transport=transport,
+            checkpoint_transport=torchft("checkpointing.pg_transport").PGTransport(
+                self._group, timedelta(seconds=limits.straggler_timeout_s), torch.device("cpu")
+            ),
             init_sync=False,
         )
         if not int(starts or 0) or not self._main.check(["met"]):
@@ -200,10 +209,12 @@ class Members:
         """Whether there are members to talk to."""
         return self.has_joined and not self._is_broken and not self.has_left
 
-    def split(self, since_s: float | None = None) -> None:
+    def split(self, error: RuntimeError | None = None, since_s: float | None = None) -> None:
         """Ends the group after a failure: all other members' collectives then fail too, and all meet again."""
         if not self._is_broken:
-            self._is_broken, self._broken_s = True, since_s or time.monotonic()
+            self._is_broken, self._broken_s, self._error = True, since_s or time.monotonic(), error
+            if self.shared is not None:
+                self.shared.abort()
             self._group.abort(errored=False)
 
     # Meeting
@@ -260,9 +271,10 @@ class Members:
         self._checked_s = time.monotonic()
         self.has_joined, self.asks = True, False
         self._note(before, self._checked_s - begun_s)
+        self._error = None
 
     def finish_meeting(self) -> None:
-        """Ends the hand-over of this rank's state, after a sum that all have taken part in."""
+        """Tells torchft that a sum has succeeded since; after a failure it would ask for a new group each time."""
         self._manager.should_commit()
         self.healed = False
 
@@ -274,6 +286,9 @@ class Members:
         if self.healed:
             lost, joined, seconds = [], [self.rank], 0.0
         if not lost and not joined:
+            if self._error is not None and (self.index == 0 or hasattr(self._error, "__notes__")):
+                said = "; ".join([str(self._error), *getattr(self._error, "__notes__", [])])
+                _say(f"rank {self.rank}: a collective has failed at step {self._step()}, but no rank is lost: {said}")
             return
         self.generation += 1
         change = MemberChange(
@@ -319,13 +334,29 @@ class Members:
 
     # Collectives
 
-    def begin_sum(self, tensor: Tensor, timeout_s: float) -> list[Any]:
-        """Starts to sum a flat tensor over the members, in place and in pieces; each has ``timeout_s``."""
-        assert dist.group.WORLD is not None
-        options = dist.AllreduceOptions()
-        options.timeout = timedelta(seconds=timeout_s)
-        pieces = tensor.split(max(1, _PIECE_BYTES // tensor.element_size()))  # type: ignore[no-untyped-call]
-        return [dist.group.WORLD.allreduce([piece], options) for piece in pieces]
+    @property
+    def shared(self) -> HierarchicalAllReduce | None:
+        """What sums through shared memory, if all members are on one host and can."""
+        return self._group.shared  # type: ignore[no-any-return]
+
+    def sum(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
+        """Sums flat CPU tensors over the members, in place: through shared memory, or over Gloo.
+
+        Raises:
+            RuntimeError: a member is lost, or late: none has come for ``timeout_s``, or a piece has taken that long.
+        """
+        shared, group = self.shared, dist.group.WORLD
+        if shared is not None and shared.inside is not None:
+            shared.inside.limit(timeout_s)
+            for tensor in tensors:
+                shared(tensor)
+        elif group is not None:
+            options = dist.AllreduceOptions()
+            options.timeout = timedelta(seconds=timeout_s)
+            sizes = [max(1, _PIECE_BYTES // tensor.element_size()) for tensor in tensors]
+            pieces = [piece for tensor, size in zip(tensors, sizes, strict=True) for piece in tensor.split(size)]  # type: ignore[no-untyped-call]
+            for work in [group.allreduce([piece], options) for piece in pieces]:
+                work.wait()
 
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
         """The limit of the sums of a step; after a meeting a rank may still be taking a member's state."""
@@ -348,14 +379,14 @@ class Members:
             if is_fit and finished and self.talks:
                 self._main.set("finished", "")
             self._manager.shutdown()
-            del self._manager, self._main, self._own_store  # closed before others can join another main store
+            del self._manager, self._main  # closed before others can join another main store
             if finished and self.talks:
                 dist.barrier()
         except RuntimeError:
             pass  # others are lost, or have ended first
         if not finished:
             self.split()
-        self._group.end()
+        self._group.leave_shared()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
@@ -400,17 +431,15 @@ def _group_class() -> Any:
     groups = torchft("process_group")
 
     class Group(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
-        def __init__(self, address: str, members: Members, timeout: timedelta) -> None:
+        def __init__(self, address: str, store: TCPStore, members: Members, timeout: timedelta) -> None:
             super().__init__(timeout=timeout)
-            self._address, self._members = address, members
+            self._address, self._store, self._members = address, store, members
             self._handles: list[str] = []
-            self._rendezvous_store: Any = None
             self._connections = Connections()
+            self.shared: HierarchicalAllReduce | None = None
 
         def get_reconfigure_handle(self) -> str:
-            if self._rendezvous_store is None:
-                self._rendezvous_store = TCPStore(self._address, 0, is_master=True, wait_for_workers=False)
-            place = f"{self._address}:{self._rendezvous_store.port}"
+            place = f"{self._address}:{self._store.port}"
             return json.dumps({"id": self._handle_id(), "store": place, "global_rank": self._members.rank})
 
         def reconfigure(self, opts: Any) -> Any:
@@ -428,59 +457,31 @@ def _group_class() -> Any:
         def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
             forget_failed_worlds()
             if rank == 0:  # the group, which outlives a run, keeps the store that it was made by
-                store = PrefixStore(f"torchft/{self._uuid}", self._rendezvous_store)
+                store = PrefixStore(f"torchft/{self._uuid}", self._store)
             self._connections = Connections()
             with self._connections.noted():
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
             group: Any = dist.group.WORLD
+            peers = [json.loads(handle) for handle in self._handles]
+            if len({peer["store"].rpartition(":")[0] for peer in peers}) == 1 < world_size:
+                with contextlib.suppress(SharedMemoryUnavailableError):
+                    self.shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None)
             slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
             set_group_timeout(slow, group)  # of what waits outside of steps
-            peers = [json.loads(handle) for handle in self._handles]
             self._members.processes = {peer["id"]: peer["global_rank"] for peer in peers}
             return group
 
         def abort(self, errored: bool = True) -> None:
             self._pg = None
+            self.leave_shared()  # without its abort: a slower member may still be in a sum that this one has ended
             if dist.is_initialized():
                 self._connections.cut()  # wakes members that wait in a collective; abort does not
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 dist.destroy_process_group()
 
-        def end(self) -> None:
-            self._rendezvous_store = None
+        def leave_shared(self) -> None:
+            if self.shared is not None:
+                self.shared.close()
+                self.shared = None
 
     return Group
-
-
-def _transport_class() -> Any:
-    transports = torchft("checkpointing")
-
-    class Transport(transports.HTTPTransport):  # type: ignore[misc, name-defined]
-        """Sends a state from this host's address for the other hosts; its name may lead to loopback there."""
-
-        def __init__(self, address: str, timeout: timedelta) -> None:
-            self._host = address
-            super().__init__(timeout=timeout, num_chunks=0)
-            self._server.RequestHandlerClass.log_message = lambda *args: None
-            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in loading
-
-        def address(self) -> str:
-            return f"http://{self._host}:{self._server.socket.getsockname()[1]}/checkpoint/"
-
-        def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-            before = os.environ.get("no_proxy")
-            os.environ["no_proxy"] = "*"  # the main thread waits; a proxy does not lead to other ranks
-            try:
-                return super().recv_checkpoint(*args, **kwargs)
-            finally:
-                del os.environ["no_proxy"]
-                os.environ.update({} if before is None else {"no_proxy": before})
-
-        def _serve(self) -> None:
-            self._server.serve_forever(poll_interval=0.02)
-
-        def shutdown(self, wait: bool = True) -> None:
-            super().shutdown(wait)
-            self._server.server_close()
-
-    return Transport

@@ -25,7 +25,13 @@ def given_state(trainer: pl.Trainer) -> dict[str, Any]:
     """The state of this rank; all ranks give and take theirs after the backward pass of a batch that ends a step."""
     loader = dealt_loader(trainer)
     assert loader is not None
+    names = {parameter: name for name, parameter in trainer.lightning_module.named_parameters()}
     return {
+        "trained": [name for parameter, name in names.items() if parameter.requires_grad],
+        "groups": [
+            [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+            for optimizer in trainer.strategy.optimizers
+        ],
         "weights": trainer.lightning_module.state_dict(),
         "optimizers": [optimizer.state_dict() for optimizer in trainer.strategy.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
@@ -44,7 +50,14 @@ def take_state(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     assert loader is not None
     with torch.no_grad():
         module.load_state_dict(state["weights"])
-    for optimizer, of_optimizer in zip(trainer.strategy.optimizers, state["optimizers"], strict=True):
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():  # which callbacks freeze and unfreeze
+        parameter.requires_grad_(name in state["trained"])
+    for optimizer, groups, of_optimizer in zip(
+        trainer.strategy.optimizers, state["groups"], state["optimizers"], strict=True
+    ):
+        for names in groups[len(optimizer.param_groups) :]:
+            optimizer.add_param_group({"params": [named[name] for name in names]})
         optimizer.load_state_dict(of_optimizer)
     for config, of_scheduler in zip(trainer.lr_scheduler_configs, state["schedulers"], strict=True):
         config.scheduler.load_state_dict(of_scheduler)
@@ -58,7 +71,6 @@ def take_state(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     for name, counter in counters(trainer.fit_loop).items():
         counter.load_state_dict(state["counters"][name])
     trainer.fit_loop.epoch_loop._batches_that_stepped = state["steps"]
-    trainer.fit_loop.epoch_loop._results.reset()  # what this rank has logged, it has computed with other weights
     callback_metrics(trainer).update(state["metrics"])
     loader.move(*state["data"])
 

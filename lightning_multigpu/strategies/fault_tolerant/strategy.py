@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -31,6 +31,7 @@ from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import not_ignored
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
@@ -40,6 +41,7 @@ from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
+from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
@@ -81,6 +83,10 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             function from the batch to its weight.
         check_replicas_every_n_steps: optimizer steps between two checks that ranks hold the same parameters, beside
             those of batches 0, 1, 10, 100 and so on, and of the end; 0 checks nothing.
+        average_every: optimizer steps that each rank takes alone before models are averaged, as under ``ring_ddp``.
+            Ranks that are lost are missed, and others come in, at the next average.
+        outer_optimizer: steps with the average change of the weights, as under ``ring_ddp``; None averages the weights.
+            A checkpoint has the states of the first rank's own optimizers.
         activation_checkpointing: layers that backward computes again, as in
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
         options: what the Trainer passes, such as ``parallel_devices`` and ``checkpoint_io``.
@@ -107,6 +113,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         join_timeout_s: float = 600.0,
         loss_reduction: LossReduction = "mean",
         check_replicas_every_n_steps: int | None = None,
+        average_every: int = 1,
+        outer_optimizer: str | dict[str, float] | None = None,
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
@@ -122,6 +130,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             )
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
+        option_checks.check_number("average_every", average_every, whole=True)
+        if outer_optimizer is not None:
+            option_checks.check_outer(outer_optimizer, average_every)
         super().__init__(**options)
         self.num_nodes = 1
         self.meter = Meter()
@@ -129,7 +140,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.loss_reduction: LossReduction = loss_reduction
         self.steps = UserSteps(self, activation_checkpointing)
         self._members: Members | None = None
-        self._accumulates = self._averages = False
+        self._accumulates = self._averages = self._wants_stop = False
+        self._outer: OuterOptimizer | None = None  # with average_every
+        self._steps_alone = 0
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
         self._forget_step()
 
@@ -157,6 +170,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             gather=self.gather_objects,
             member_changes=lambda: [] if self._members is None else self._members.history,
         )
+
+    @override
+    def held_bytes(self) -> HeldBytes:
+        held, outer = super().held_bytes(), 0 if self._outer is None else self._outer.held_bytes
+        return replace(held, optimizer_bytes=held.optimizer_bytes + outer)
 
     # The ranks of the job
 
@@ -222,6 +240,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         option_checks.check_run(self.run_context, sync_batchnorm=self._layer_sync is not None)
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True: not under ft_ddp; pass sync_batchnorm=False")
+        option_checks.check_scales(self.precision_plugin, self._given["average_every"])
         self._launcher = SupervisorLauncher(
             self.run_context,
             self._limits.start_lighthouse,
@@ -269,20 +288,25 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self._members = Members(
             *(self.global_rank, self.world_size, environment.main_address, environment.main_port, given["lighthouse"]),
             self._limits,
-            give=lambda: (self._averages, given_state(trainer)),
+            give=lambda: (self._averages, given_state(trainer), self._outer_state()),
             take=lambda state: self._take(trainer, *state),
             step=lambda: 0 if trainer is None else trainer.global_step,
             changed=lambda: None if trainer is None else follow_members(trainer),
         )
         self._gradients = GradientAverage(self._members, self.meter)
 
-    def _take(self, trainer: pl.Trainer, averages: bool, state: dict[str, Any]) -> None:
+    def _take(self, trainer: pl.Trainer, averages: bool, state: dict[str, Any], outer: dict[str, Any]) -> None:
         """Takes another rank's state, if both are at the same place of the program."""
         if not (averages and self._averages):
             sys.exit(
                 f"ft_ddp: rank {self.global_rank} is behind, at another place of the program: it has to start again"
             )
         take_state(trainer, state)
+        if self._outer is not None:
+            self._load_further_state(outer)
+            with torch.no_grad():
+                for anchor, of_other in zip(self._outer.anchors.values(), outer["anchors"], strict=True):
+                    anchor.copy_(of_other)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -294,6 +318,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             for optimizer in map(plain_optimizer, self.optimizers):
                 if isinstance(optimizer, LBFGS):
                     raise ValueError("LBFGS under ft_ddp: it computes a step in several passes; use another optimizer")
+            self._steps_alone = 0
+            if self._given["average_every"] > 1:
+                outer = self._given["outer_optimizer"] or {"lr": 1.0, "momentum": 0.0}
+                options = {} if isinstance(outer, str) else outer
+                self._outer = OuterOptimizer(lambda anchors: self._average_changes([*anchors.values()]), **options)
         if (group := self._over_members()) is not None:
             group.broadcast_tensors([*self._module.parameters(), *self._module.buffers()], src=group.first_rank)
         if self.members.begins_anew and (path := self._newest_checkpoint()) is not None:
@@ -360,7 +389,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         except RuntimeError as error:
             if not is_of_gloo(error):
                 raise
-            self.members.split()
+            self.members.split(error)
             if self.evaluates:
                 raise MembersLostError("a rank is lost") from error
             return alone
@@ -401,12 +430,24 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         return decision if self.members.size == 1 else self._asked(decision, votes)
 
     def agree_after_batch(self, stops: bool) -> bool:
-        """Whether any rank stops after this batch; a rank that has told the others so leaves here."""
+        """Whether any rank stops after this batch; a rank that has told the others so leaves here.
+
+        Ranks that step alone ask each other when they average.
+        """
         if self.members.has_left:
             error = SIGTERMException()
             error.code = SIGTERM_STATUS
             raise error
-        return self.reduce_boolean_decision(stops, all=False)
+        self._wants_stop = stops = self._wants_stop or stops
+        if self._outer is not None and not self._has_averaged:
+            return False
+        vote = torch.tensor([float(stops)])
+
+        def voted(_: MeteredGroup) -> bool:
+            self.members.sum([vote], self._given["straggler_timeout_s"])
+            return bool(vote)
+
+        return self._asked(stops, voted)
 
     # Data
 
@@ -475,6 +516,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         complete_resumed_epoch(trainer)
         share_stops(trainer)
         self._forget_step()
+        self._modules = [*self._module.modules()]
+        self._wants_stop = False
         self._values = CommonValues(self.optimizers)
         self.meter.discard()
         if threading.current_thread() is threading.main_thread():  # in place of Lightning's handler
@@ -483,6 +526,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     @override
     def on_train_end(self) -> None:
         super().on_train_end()
+        self._settle_values()
         self._check_replicas()
 
     def _leave(self, signum: int, frame: Any) -> None:
@@ -493,6 +537,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_averaged:
             self._forget_step()
+        if self._outer is not None and self._steps_alone == 0:
+            self._outer.begin(self._module.parameters())
         with self.steps.running(self._module, self.root_device, self.global_rank):
             output = super().training_step(*args, **kwargs)
         if self._module.trainer.fit_loop.total_batch_idx in CHECKED_BATCHES:
@@ -502,7 +548,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def _check_replicas(self) -> None:
         """Checks that the members hold the same parameters; a collective."""
         named = not_ignored(self._module, self._module.named_parameters())
-        if self._given["check_replicas_every_n_steps"] != 0:
+        if self._given["check_replicas_every_n_steps"] != 0 and self._steps_alone == 0:
             with self.meter.unrecorded():
                 self._asked(None, lambda group: check_replicas(named, group))
 
@@ -515,53 +561,55 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Computes gradients, and averages them before the user's ``on_after_backward``."""
-        weight = self._loader.weight
+        weight = self._loader.weight if self._outer is None else float(self._loader.samples > 0)
         self._weight, self._batches = self._weight + weight, self._batches + 1
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss * weight, self._module)
         self.precision_plugin.backward(closure_loss, self._module, optimizer, *args, **kwargs)
-        if not self._accumulates:
+        if not self._accumulates and self._outer is None:
+            weight = 0.0 if self.loss_reduction == "sum" else self._weight / self._batches
             with replaced(self, _averages=True):
-                self._average_gradients()
-            self._has_averaged = True
+                self._average(lambda: [p for p in self._tensors("_parameters") if p.requires_grad], weight)
         closure_loss = self.precision_plugin.post_backward(closure_loss, self._module)
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _average_gradients(self) -> None:
-        """Averages gradients over the members, and over those that are left if one is lost meanwhile."""
+    def _average(self, tensors: Callable[[], list[Tensor]], weight: float, of_first: Sequence[Tensor] = ()) -> None:
+        """Averages ``.grad`` of tensors over the members, and over those that are left if one is lost meanwhile.
+
+        They all get the first member's values of the module's buffers, and of ``of_first``.
+        """
         members, module = self.members, self._module
-        parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        weight = 0.0 if self.loss_reduction == "sum" else self._weight / self._batches
-        has_met, failures = False, 0
+        has_met, failures, self._has_averaged = False, 0, True
         while True:
             begun_s = time.monotonic()
-            if members.is_due():
+            if members.is_due() or (self._steps_alone and not has_met):
                 try:
-                    members.meet()
+                    members.meet(shrinks=not self._averages)
                 except TimeoutError:
-                    trainer = module.trainer
+                    trainer, self._steps_alone = module.trainer, 0
                     trainer.save_checkpoint(
                         os.path.join(trainer.default_root_dir, f"ft_ddp-step={trainer.global_step}.ckpt")
                     )
                     raise
                 has_met = True
+                self._modules = [*self._module.modules()]
                 self._is_foreign = self._is_foreign or members.healed
             try:
                 said = self._gradients.average(
-                    parameters,
-                    [*module.buffers()],
+                    tensors(),
+                    [*self._tensors("_buffers"), *of_first],
                     weight,
                     common=self._values.number(),
                     counts=not self._is_foreign,
                     after_meeting=has_met,
                 )
                 break
-            except RuntimeError:
+            except RuntimeError as error:
                 failures += 1
                 if failures > _FAILURES:  # it is no loss
                     raise
-                members.split(begun_s)
+                members.split(error, begun_s)
         if has_met:
             members.finish_meeting()
         self._values.check(said.common, self.gather_objects)
@@ -570,9 +618,55 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         elif said.wants_meeting and not has_met:
             members.asks = True
 
+    def _tensors(self, kind: str) -> list[Tensor]:
+        """As ``module.parameters()`` and ``buffers()``, which would look for new layers in each step."""
+        found = (each for module in self._modules for each in getattr(module, kind).values() if each is not None)
+        return [*{id(each): each for each in found}.values()]
+
+    def _average_changes(self, anchors: list[Tensor]) -> None:
+        size = self.members.size
+        for anchor in anchors:
+            assert anchor.grad is not None
+            anchor.grad.div_(size)
+        self._average(lambda: anchors, 1 / size)
+
+    @override
+    def _settle_values(self) -> None:
+        """Averages the models of ranks that have stepped alone; a collective."""
+        if self._steps_alone and self.members.has_joined and not self.members.has_left:
+            self._step_outer()
+
+    def _step_outer(self) -> None:
+        assert self._outer is not None
+        unfrozen = self._outer.step([*self._module.parameters()])
+        if unfrozen:
+            self._average(list, 1.0, unfrozen)
+        self._steps_alone = 0
+
+    def _outer_state(self) -> dict[str, Any]:
+        if self._outer is None:
+            return {}
+        return {**self._further_state(), "anchors": [anchor.detach() for anchor in self._outer.anchors.values()]}
+
+    @override
+    def _further_state(self) -> dict[str, Any]:
+        if self._outer is None:
+            return {}
+        return {OUTER_OPTIMIZER: self._outer.state(dict(self._module.named_parameters()))}
+
+    @override
+    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._outer is not None and OUTER_OPTIMIZER in checkpoint:
+            self._outer.load(dict(self._module.named_parameters()), checkpoint[OUTER_OPTIMIZER])
+
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().optimizer_step(*args, **kwargs)
+        if self._outer is not None:
+            self._steps_alone += 1
+            if self._steps_alone >= self._given["average_every"] or not self.members.has_joined:
+                with replaced(self, _averages=True):
+                    self._step_outer()
         every = self._given["check_replicas_every_n_steps"]
         if every and (self._module.trainer.global_step + 1) % every == 0:
             self._check_replicas()

@@ -18,9 +18,11 @@ import pytest
 
 from lightning_multigpu.job.guardian.blocking import done_within, print_text
 from lightning_multigpu.job.guardian.failure import MAX_TRACEBACK, MAX_WHAT, Failure
+from lightning_multigpu.job.guardian.hang.flight_recorder import PAGE_BYTES
 from lightning_multigpu.job.guardian.proc import ENDED, RUNNING, STOPPED, WatchedProcess, parse_stat, read_stat
 from lightning_multigpu.job.guardian.protocol import MAX_LINE_BYTES, Connection, ProtocolError, decode, encode
 from lightning_multigpu.job.guardian.ranks import Ranks, Shutdown
+from lightning_multigpu.job.guardian.watchdog import Watchdog
 from tests.job.guardian.job import eventually
 
 
@@ -183,6 +185,38 @@ def test_when_all_are_stopped_nobody_waits_unless_there_are_other_hosts(ranks: A
     _set(ranks, 0, STOPPED)
     ranks.others_wait = True
     assert ranks.observe(70.0) is not None
+
+
+@pytest.fixture
+def watchdog(ranks: Any, pair: tuple[Connection, Connection], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A guardian's main loop in this process, on a clock that reads 1 s and then 61 s; the pair connects rank 1."""
+    listener, link, *others = (*socket.socketpair(), *socket.socketpair())
+    settings = {"num_ranks": 2, "owner_pid": os.getpid(), "failure_timeout_s": 10.0, "hang_report_s": None}
+    pages = os.memfd_create("pages")
+    os.ftruncate(pages, 2 * PAGE_BYTES)
+    found: Any = Watchdog({**settings, "listener": listener.detach(), "owner_link": link.detach(), "pages": pages})
+    found._ranks, found._connections[pair[0]] = ranks, ranks.get(1)
+    monkeypatch.setattr(found, "_serve", lambda: None)
+    monkeypatch.setattr("lightning_multigpu.job.guardian.watchdog.clock_s", iter([1.0, 61.0]).__next__)
+    yield found
+    os.close(pages)
+    for each in (*others, found._listener, found._owner_link, found._owner, found._selector, found._pages):
+        each.close()
+
+
+def test_ranks_that_go_on_after_the_guardian_have_not_been_stopped_for_so_long(watchdog: Any) -> None:
+    _set(watchdog._ranks, 1, STOPPED)
+    for _ in range(2):
+        watchdog.turn()
+    assert watchdog._shutdown is None
+
+
+def test_what_a_rank_has_said_before_its_end_counts_first(watchdog: Any, pair: tuple[Connection, Connection]) -> None:
+    """It has left, and ended with an error, since the guardian read messages."""
+    pair[1].send("leave", run=1)
+    _set(watchdog._ranks, 1, ENDED, 3)
+    watchdog.turn()
+    assert watchdog._shutdown is None
 
 
 def test_of_two_ends_the_signal_comes_first(ranks: Any) -> None:

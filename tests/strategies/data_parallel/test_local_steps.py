@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam
 from lightning_multigpu import RingDDPStrategy
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager
 from tests.fake_gpu import DEVICE, FakeGPU
+from tests.modules import Normalised
 from tests.strategies.tasks import (
     Case,
     Classifier,
@@ -59,11 +60,12 @@ def train(
     options: dict[str, Any] | None = None,
     changes: Sequence[Callback] = (),
     ckpt_path: str | None = None,
+    make: type[Classifier] = Classifier,
     **trainer_options: Any,
 ) -> dict[str, Any]:
     case = Case(num_samples=num_samples, max_epochs=1, trainer=trainer_options)
     strategy = make_strategy("ring_ddp", **{"average_every": EVERY, **(options or {})})
-    recorder, module = Recorder(), Classifier()
+    recorder, module = Recorder(), make()
     saver = ModelCheckpoint(directory, every_n_train_steps=4, save_top_k=-1, filename="{step}")
     data, given = (train_loader(case, 2), eval_loader()), {"callbacks": [*changes, recorder, saver]}
     trainer = fit_module(module, strategy, 2, case, *data, enable_checkpointing=True, ckpt_path=ckpt_path, **given)
@@ -76,6 +78,7 @@ def train(
         "at_validation": recorder.at_validation,
         "weights": state(module),
         "transfers": [[(t.count, t.size_bytes) for t in s.of("all_reduce", "data")] for s in strategy.meter.steps],
+        "messages": [{t.operation: t.count for t in s.operations if t.group == "data"} for s in strategy.meter.steps],
         "sent": [sum(t.sent_bytes for t in s.of("all_reduce", "data")) for s in strategy.meter.steps],
     }
 
@@ -162,6 +165,24 @@ def test_validation_checkpoints_and_the_end_see_the_average(world2: World, tmp_p
     saved = torch.load(tmp_path / "step=4.ckpt", weights_only=True)
     assert_close(saved["state_dict"], at_4)
     assert len(saved["optimizer_states"][0]["state"]) == NUM_PARAMETERS
+
+
+def test_statistics_of_the_batches_are_averaged_with_the_weights(world2: World, tmp_path: Path) -> None:
+    """They were broadcast before each step, so that ranks which step alone met all the same."""
+    results = world2.run(train, str(tmp_path), make=Normalised, num_samples=56, val_check_interval=5)
+    means, at = [torch.zeros(6, dtype=torch.float64)] * 2, {}
+    for step, batches in enumerate(zip(*(result["batches"] for result in results), strict=True), 1):
+        means = [0.9 * mean + 0.1 * x.mean(0) for mean, (x, _) in zip(means, batches, strict=True)]
+        if step in {3, 4, 5, 7}:
+            means = [mean_of(means)] * 2
+        at[step] = means
+    saved = load(tmp_path / "step=4.ckpt")["state_dict"]
+    for rank_, result in enumerate(results):
+        found = {2: result["after_steps"][1], 4: saved, 5: result["at_validation"][0], 7: result["weights"]}
+        for step, tensors in found.items():
+            torch.testing.assert_close(tensors["normalise.running_mean"], at[step][rank_], rtol=1e-9, atol=1e-12)
+        # Whose momentum there is, weights with momentum, means with variances; and the number of batches.
+        assert result["messages"][:3] == [{}, {}, {"all_reduce": 3, "broadcast": 1}]
 
 
 ENTRY = "outer_optimizer"

@@ -42,6 +42,12 @@ def first_layer() -> nn.Linear:
     return nn.Linear(NUM_FEATURES, 1, dtype=torch.float64)
 
 
+def unfreeze(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    """What callbacks for fine-tuning do."""
+    layer.bias.requires_grad_(True)
+    optimizer.add_param_group({"params": [layer.bias]})
+
+
 def loss_of(layer: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(layer(x), y)
 
@@ -82,6 +88,8 @@ class Noted(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         view = self.trainer.strategy.run_view()  # type: ignore[attr-defined]
+        if self.rank == 1 and self.trainer.global_step == self.plan.get("stops"):
+            self.trainer.should_stop = True
         if view.owns_batch():
             step = self.trainer.global_step
             self.note(step=step, epoch=self.trainer.current_epoch, ids=batch[2].tolist(), at=time.time())
@@ -95,8 +103,18 @@ class Noted(L.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.maybe_lost("save")
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step + 1 == self.plan.get("unfreezes"):
+            unfreeze(self.layer, self.trainer.optimizers[0])
+
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.SGD(self.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        if self.plan.get("unfreezes"):
+            self.layer.bias.requires_grad_(False)
+        optimizer = torch.optim.SGD(
+            [p for p in self.parameters() if p.requires_grad],
+            lr=LEARNING_RATE,
+            momentum=self.plan.get("momentum", MOMENTUM),
+        )
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
 

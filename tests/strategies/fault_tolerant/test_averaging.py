@@ -1,0 +1,64 @@
+"""What a failed sum leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
+from lightning_multigpu.strategies.fault_tolerant.members import Members
+
+
+class Two:
+    """Two members with the same gradients, of which one is lost in the sums that are told."""
+
+    size, index, ranks, shared, wants_to_leave = 2, 0, (0, 1), None, False
+
+    def __init__(self) -> None:
+        self.fails_at, self.sums = -1, 0
+
+    def wants_meeting(self) -> bool:
+        return False
+
+    def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
+        return 1.0
+
+    def sum(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
+        self.sums += 1
+        for tensor in tensors:
+            if tensor.dtype == torch.float64:  # the header, to which the other one adds its numbers
+                tensor[3::2] = tensor[2::2]
+            else:
+                tensor.mul_(2)
+        if self.sums == self.fails_at:
+            raise RuntimeError("a member is lost")
+
+
+@pytest.mark.parametrize("clears", [True, False], ids=["new gradients", "gradients added to the last average"])
+def test_gradients_stay_until_a_sum_has_succeeded(clears: bool) -> None:
+    members = Two()
+    average = GradientAverage(cast(Members, members), Meter())
+    parameter = nn.Parameter(torch.zeros(3))
+
+    def averaged() -> list[float]:
+        options: dict[str, Any] = {"common": 0.0, "counts": True, "after_meeting": False}
+        average.average([parameter], [], 1.0, **options)
+        assert parameter.grad is not None
+        return parameter.grad.tolist()
+
+    parameter.grad = torch.tensor([1.0, 2.0, 3.0])
+    assert averaged() == [2.0, 4.0, 6.0]
+    if clears:
+        parameter.grad = torch.tensor([1.0, 1.0, 1.0])
+    else:
+        parameter.grad.fill_(1.0)
+    members.fails_at = 4
+    with pytest.raises(RuntimeError, match="a member is lost"):
+        averaged()
+    assert parameter.grad.tolist() == [1.0, 1.0, 1.0]
+    assert averaged() == [2.0, 2.0, 2.0]
