@@ -15,18 +15,23 @@ from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.communication.owner_parts import OwnerParts
 from lightning_multigpu.communication.ring import RingAllReduce
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from tests.world import World, init_group, rank
 
 SHAPES = [(3, 2), (4,), (2, 2), (1,)]
 OWNERS = [1, 0, 1, 1]
 
 
-def moved(in_memory: bool, large_bytes: int) -> tuple[list[int], list[int], list[Tensor], dict[str, Any]]:
+def moved(route: str, large_bytes: int) -> tuple[list[int], list[int], list[Tensor], dict[str, Any]]:
     """The numbers of all tensors and of this rank's, averages of its own and of all, gathered values, what was sent."""
     init_group()
     meter, group = Meter(), dist.new_group(backend="gloo")
     metered = MeteredGroup(group, meter, name="shards", device=torch.device("cpu"))
-    parts = OwnerParts(metered, HierarchicalAllReduce(None, RingAllReduce(group)) if in_memory else None)
+    inside, between = route == "one host", route == "hosts"
+    all_reduce = HierarchicalAllReduce(
+        SharedMemoryAllReduce(group) if inside else None, RingAllReduce(group) if between else None
+    )
+    parts = OwnerParts(metered, all_reduce if inside or between else None)
     tensors = [torch.full(shape, float(number)) for number, shape in enumerate(SHAPES)]
     tensors[0] = tensors[0].T.contiguous().T
     with pytest.MonkeyPatch.context() as patch:
@@ -47,10 +52,10 @@ def moved(in_memory: bool, large_bytes: int) -> tuple[list[int], list[int], list
 
 
 @pytest.mark.parametrize("large_bytes", [1000, 15])
-@pytest.mark.parametrize("in_memory", [False, True], ids=["back end", "hosts' memory"])
-def test_sums_go_to_the_owners_and_values_to_all(in_memory: bool, large_bytes: int, world2: World) -> None:
+@pytest.mark.parametrize("route", ["back end", "hosts", "one host"])
+def test_sums_go_to_the_owners_and_values_to_all(route: str, large_bytes: int, world2: World) -> None:
     order = [1, 0, 2, 3] if large_bytes == 1000 else [1, 3, 0, 2]  # those of rank 0 first, and of a rank small ones
-    for of_rank, found in enumerate(world2.run(moved, in_memory, large_bytes)):
+    for of_rank, found in enumerate(world2.run(moved, route, large_bytes)):
         numbers, own, (averages, of_all, *gathered), sent = found
         assert numbers == order
         assert own == [number for number in order if OWNERS[number] == of_rank]
@@ -59,6 +64,6 @@ def test_sums_go_to_the_owners_and_values_to_all(in_memory: bool, large_bytes: i
             assert tensor.tolist() == expected
         for number, (tensor, owner) in enumerate(zip(gathered, OWNERS, strict=True)):
             assert torch.equal(tensor, torch.full(SHAPES[number], number + 10.0 * (1 + owner)))
-        names = ("reduce_scatter", "all_gather") if in_memory else ("reduce", "broadcast")
+        names = ("reduce", "broadcast") if route == "back end" else ("reduce_scatter", "all_gather")
         of_other, of_own = ((44, 16), (16, 44))[of_rank]
         assert [sent[name] for name in names] == [of_other, of_own]
