@@ -136,7 +136,7 @@ class OwnerParts:
             left, sums = iter(values), torch.empty(part.stop - part.start, dtype=values[0].dtype)
             parts = [_flats([*islice(left, len(members))]) for members in bucket.parts]
             move = partial(self._host.reduce_parts, parts, sums, average=True)
-            wait = self._beside("reduce_scatter", bucket, self._sent(bucket)[0], move, is_last)
+            wait = self._beside("reduce_scatter", bucket, self._sent(bucket)[0], move, here=is_last)
             return lambda: wait().to(device)
         flat = torch.cat([value.reshape(-1) for value in values])
         if self._all_reduce is None:
@@ -147,7 +147,7 @@ class OwnerParts:
             sent, move = self._all_reduce.plan(whole, average=True).sent, partial(self._all_reduce, whole, average=True)
         else:
             sent, move = self._sent(bucket)[0], partial(self._own_averages, bucket, whole)
-        wait = self._beside("all_reduce" if to_all else "reduce_scatter", bucket, sent, move, is_last)
+        wait = self._beside("all_reduce" if to_all else "reduce_scatter", bucket, sent, move, here=is_last)
         return lambda: wait().to(device)
 
     def _own_averages(self, bucket: Bucket, whole: Tensor) -> Tensor:
@@ -164,7 +164,7 @@ class OwnerParts:
         if self._host is not None:
             parts = [_flats(members, are_read=members is own) for members in bucket.parts]
             sent, work = self._sent(bucket)[1], partial(self._host.gather_parts, parts)
-            wait = self._beside("all_gather", bucket, sent, work, True)
+            wait = self._beside("all_gather", bucket, sent, work, here=True)
         else:
             flat = bucket.members[0].new_empty(bucket.bounds[-1][1])
             if own:
@@ -174,7 +174,7 @@ class OwnerParts:
             else:
                 flat = flat.cpu()
                 sent, work = self._sent(bucket)[1], partial(self._all_reduce.all_gather, flat, bucket.bounds)
-                wait = self._beside("all_gather", bucket, sent, work, False)
+                wait = self._beside("all_gather", bucket, sent, work, here=False)
             parts = [[flat[a:b]] for a, b in bucket.bounds]
 
         def fill() -> None:
@@ -190,13 +190,13 @@ class OwnerParts:
         return self._all_reduce.sent_parts(bucket.bounds, bucket.members[0].itemsize)
 
     def _beside(
-        self, operation: str, bucket: Bucket, sent: SentBytes, work: Callable[[], Any], is_last: bool
+        self, operation: str, bucket: Bucket, sent: SentBytes, work: Callable[[], Any], *, here: bool
     ) -> Callable[[], Any]:
-        """Moves a bucket in the host's memory: in this object's thread, or the last one here, which wakes no thread."""
+        """Moves a bucket in the host's memory: in this object's thread or, which wakes no thread, in the caller's."""
         size_bytes, moved = bucket.bounds[-1][1] * bucket.members[0].itemsize, Future[Any]()
-        described = {"sent_bytes": sum(sent), "memory_bytes": sent.memory, "blocking": is_last}
+        described = {"sent_bytes": sum(sent), "memory_bytes": sent.memory, "blocking": here}
         job = moved, self._group.begin(operation, size_bytes, **described), work
-        if is_last:
+        if here:
             self._do(*job)
         else:
             self._jobs.put(job)
