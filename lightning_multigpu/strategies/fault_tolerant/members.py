@@ -35,7 +35,6 @@ from lightning_multigpu.report.document import MemberChange
 LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store
 _CONNECT_S = 5.0
-_MAKE_GROUP_S = 3.0  # a member may be lost while the group is made
 _MEETING_EVERY_S = 0.5
 _PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
 _SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends
@@ -144,7 +143,7 @@ class Members:
             given = self._main.get("lighthouse").decode()
         url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=_MAKE_GROUP_S))
+        self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
         self._manager = torchft().Manager(
             pg=self._group,
