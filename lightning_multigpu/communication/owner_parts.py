@@ -25,8 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
+from lightning_multigpu._torch_compat import flattened, unflattened
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.records import Transfer
@@ -56,9 +56,9 @@ class Bucket:
     own: tuple[list[Tensor], slice]
 
 
-def split(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
+def split(flat: Tensor, members: Sequence[Tensor]) -> Sequence[Tensor]:
     """The places of tensors in flat memory, in their shapes."""
-    return _unflatten_dense_tensors(flat, members)  # type: ignore[no-untyped-call,no-any-return]
+    return unflattened(flat, members)
 
 
 def _is_large(tensor: Tensor) -> bool:
@@ -74,7 +74,7 @@ def _flats(tensors: Sequence[Tensor], *, are_read: bool = True) -> list[Tensor]:
     num_small = bisect_left(tensors, True, key=_is_large)
     small, found = tensors[:num_small], [large.reshape(-1) for large in tensors[num_small:]]
     if small and are_read:
-        found.insert(0, _flatten_dense_tensors(small))  # type: ignore[no-untyped-call]
+        found.insert(0, flattened(small))
     elif small:
         found.insert(0, small[0].new_empty(sum(each.numel() for each in small)))
     return [flat.cpu() for flat in found]
