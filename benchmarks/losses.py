@@ -481,7 +481,7 @@ def main() -> int:
 
 
 def count_losses(options: argparse.Namespace) -> int:
-    options.steps = options.steps if options.steps > 0 else round(options.each * 16 / options.pause)
+    options.steps = options.steps if options.steps > 0 else round(options.each * 13 / options.pause)
     chance, runs = random.Random(options.seed), []
     for number, losses in enumerate(planned(options)):
         runs.append(run := run_with_losses(losses, options, chance))

@@ -90,6 +90,11 @@ class GradientAverage:
             RuntimeError: a member is lost, or too slow. Gradients and buffers are as they were.
         """
         members, size, tensors = self._members, self._members.size, [*parameters, *buffers]
+        if size == 1:
+            if 0 < weight < 1 - 1e-9:  # of a batch that others had a share of
+                for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
+                    gradient.div_(weight)
+            return Said(bool(members.wants_meeting()), [0] if members.wants_to_leave else [], [common])
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
             self._tensors, text = tensors, repr([(tensor.shape, tensor.dtype) for tensor in tensors])
             self._layout = zlib.crc32(text.encode())

@@ -41,7 +41,6 @@ from lightning_multigpu.job.supervisor import LIGHTHOUSE, lighthouse_of
 from lightning_multigpu.report.document import MemberChange
 
 _CONNECT_S = 5.0
-_MAKE_GROUP_S = 3.0  # a member may be lost while the group is made
 _MEETING_EVERY_S = 0.5
 _ENDED_S = 0.2  # in which a killed process is gone, with all its ports
 _PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
@@ -161,7 +160,7 @@ class Members:
         self._lighthouse, given = lighthouse_of(self._main, lighthouse, start)
         self._url = url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=_MAKE_GROUP_S))
+        self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
         self._manager = torchft().Manager(
             pg=self._group,

@@ -73,7 +73,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         min_replicas: with fewer ranks the others wait.
         wait_for_replicas_s: seconds that they wait before the run ends with an error.
         max_restarts: how often each lost rank is started again; one that is lost more often may have a sick device.
-        collective_timeout_s: seconds that the sums of a step may wait for a rank before it counts as lost.
+        collective_timeout_s: seconds that the sums of a step, and the making of their group, may wait for a rank before
+            it counts as lost.
         heartbeat_timeout_s: seconds without a message after which the lighthouse takes a rank for lost.
         straggler_timeout_s: seconds that ranks wait for one which lives and is late; more than a checkpoint takes.
         join_timeout_s: seconds in which all ranks have to come in at the start; after that the others begin.
