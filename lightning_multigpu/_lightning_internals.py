@@ -215,6 +215,12 @@ def forget_loader_states(trainer: Trainer) -> None:
     trainer.fit_loop._combined_loader_states_to_load = []
 
 
+def vars_of_saves(callback: callbacks.Checkpoint) -> dict[str, Any]:
+    """What a ModelCheckpoint decides by and leaves out of its state, which is for a later run."""
+    names = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
+    return {name: vars(callback)[name] for name in names if name in vars(callback)}
+
+
 def counters(loop: _Loop, path: str = "") -> dict[str, _BaseProgress]:
     """Lightning's counters of a loop and of the loops within it, by their paths."""
     found: dict[str, _BaseProgress] = {}

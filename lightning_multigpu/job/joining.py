@@ -17,8 +17,9 @@ from typing import Any
 import lightning
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.digest import compared, model_table, value_text
 from lightning_multigpu.communication.interface import NO_WAY, source_address
 from lightning_multigpu.communication.job_secret import JOB_SECRET, job_secret
@@ -31,6 +32,9 @@ from lightning_multigpu.job.guardian.host_links import node_name, silence
 from lightning_multigpu.job.guardian.start import ADDRESS, address_of_job
 from lightning_multigpu.job.process_groups import CONNECTIONS
 from lightning_multigpu.job.run_context import RunContext
+
+STARTS = "LIGHTNING_MULTIGPU_STARTS"
+"""Set by ft_ddp's supervisor, which has the job's store: how often a rank has been started before."""
 
 _CUT_S = 2.0
 _SHORTEST_SILENCE_S = 1.0
@@ -170,15 +174,7 @@ class Joining:
         # Another host that was started by mistake does not reach the store, where all would see it.
         if run.num_nodes == 1 and (problem := conflict([own])) is not None:
             raise RendezvousError(problem)
-        store = MainStore(
-            run.environment.main_address,
-            run.environment.main_port,
-            limit,
-            rank=run.rank,
-            is_one_host=run.num_nodes == 1 and not run.admits_others,
-            is_kept=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-            connections=CONNECTIONS,
-        ).open()
+        store = main_store(run, limit, CONNECTIONS)
         LAST_STORE[:] = [store]
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         meets_hosts = run.num_nodes > 1 and not self._has_met_hosts
@@ -198,6 +194,17 @@ class Joining:
             own_name = node_name(run.node_rank, own_host())
             client.find_failure = partial(broken_link, own_name, hosts, run.failure_timeout_s)
         return rendezvous.group_store
+
+
+def main_store(run: RunContext, limit: Limit, connections: Connections, *, rank: int | None = None) -> TCPStore:
+    """The job's store: rank 0 has it, unless torchrun's agent or the supervisor of ``ft_ddp`` has it already."""
+    return MainStore(
+        *(run.environment.main_address, run.environment.main_port, limit),
+        rank=run.rank if rank is None else rank,
+        is_one_host=run.num_nodes == 1 and not run.admits_others,
+        is_kept=STARTS in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        connections=connections,
+    ).open()
 
 
 def start_guardian(run: RunContext, address: str | None = None) -> Guardian:

@@ -26,10 +26,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.distributed import Store  # type: ignore[attr-defined]
 from typing_extensions import override
 
@@ -40,11 +40,12 @@ from lightning_multigpu._lightning_internals import (
     set_num_threads_if_needed,
 )
 from lightning_multigpu.communication.connections import Connections
-from lightning_multigpu.communication.main_store import MainStore
 from lightning_multigpu.communication.rendezvous import Limit
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.guardian.failure import Failure, host_name
 from lightning_multigpu.job.guardian.proc import ended_text, read_stat
+from lightning_multigpu.job.joining import STARTS, main_store
+from lightning_multigpu.job.launchers.script_launcher import RANKS, check_started
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.run_signals import SAME_INTERRUPT_S
 from lightning_multigpu.job.uncaught_errors import EXIT
@@ -53,8 +54,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
-STARTS = "LIGHTNING_MULTIGPU_STARTS"  # how often a rank has been started before
-_SUPERVISOR = "LIGHTNING_MULTIGPU_SUPERVISOR"  # of a rank: pid of the supervisor, pipe to it, number of ranks
+_SUPERVISOR = "LIGHTNING_MULTIGPU_SUPERVISOR"  # of a rank: pid of the supervisor, pipe to it
 _POLL_S = 0.05
 _BEAT_S = 1.0
 _HOST_GONE_S = 60.0  # host 0 is gone if no beat has reached it for so long
@@ -63,7 +63,7 @@ _LONGEST_PAUSE_S = 30.0
 _SAME_PAUSE_S = 2.0  # in which other ranks raise the same exception too
 _SOON_S = 60.0  # a rank that ends sooner than this is started again after a pause, which grows
 _PR_SET_PDEATHSIG = 1
-_KEPT: list[Any] = []  # lighthouses and stores of this process, which serve until it ends
+_OF_RANK: list[int] = []  # in a rank: the pipe to its supervisor
 
 
 class SupervisorLauncher(SubprocessScriptLauncher):
@@ -77,8 +77,7 @@ class SupervisorLauncher(SubprocessScriptLauncher):
         max_restarts: how often each rank is started again; one that is lost more often may have a sick device.
 
     Raises:
-        ValueError: there is no script that ranks could run; or this is a rank, and its Trainer wants other ranks than
-            there are.
+        ValueError: there is no script that ranks could run.
     """
 
     def __init__(
@@ -92,15 +91,15 @@ class SupervisorLauncher(SubprocessScriptLauncher):
     ) -> None:
         super().__init__(run.environment, run.ranks_per_host, run.num_nodes)
         self._run, self._check, self._max_restarts = run, check, max_restarts
-        self._start_lighthouse, self._given = start_lighthouse, lighthouse or os.environ.get(LIGHTHOUSE)
+        self._start_lighthouse, self._given = start_lighthouse, lighthouse
         self._is_rank = run.environment.creates_processes_externally
         if not self._is_rank and (IS_INTERACTIVE or sys.argv[0] in ("", "-", "-c")):
             raise ValueError(
                 "there is no script that lost ranks could run again (a notebook, a REPL, or python -c): put the "
                 "training into a file, or use strategy='ring_ddp_spawn'"
             )
-        if self._is_rank and (_SUPERVISOR in os.environ or _OF_RANK):
-            _follow_supervisor(run.world_size)
+        if self._is_rank and _SUPERVISOR in os.environ:
+            _follow_supervisor()
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
@@ -109,13 +108,12 @@ class SupervisorLauncher(SubprocessScriptLauncher):
         self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not self._is_rank:
             _end_process(self._supervise())
+        self._run.tell_ranks()
+        check_started(self)
         set_num_threads_if_needed(num_processes=self.num_processes)
         EXIT.forget()
         try:
             returned = function(*args, **kwargs)
-        except SIGTERMException as error:
-            error.code = SIGTERM_STATUS  # Lightning sets none
-            raise
         except Exception as error:
             step = None if trainer is None else trainer.global_step
             EXIT.after(error, self._run.failure_timeout_s)
@@ -128,35 +126,37 @@ class SupervisorLauncher(SubprocessScriptLauncher):
     def _supervise(self) -> int:
         run = self._run
         limit = Limit(time.monotonic() + run.join_timeout_s, run.join_timeout_s, lambda: None)
-        address, port = run.environment.main_address, run.environment.main_port
-        store = MainStore(
-            *(address, port, limit),
-            rank=run.node_rank,
-            is_one_host=run.num_nodes == 1,
-            is_kept=False,
-            connections=Connections(),
-        ).open()
-        _KEPT.append(store)
-        if run.node_rank == 0:
-            server, url = (None, self._given) if self._given else self._start_lighthouse(store.host)
-            _KEPT.append(server)
-            store.set("lighthouse", url)
+        store = main_store(run, limit, Connections(), rank=run.node_rank)
+        start = partial(self._start_lighthouse, store.host)
+        _lighthouse, url = lighthouse_of(
+            store, self._given, start if run.node_rank == 0 else None
+        )  # it serves till the end
         environment = {
             "MASTER_ADDR": store.host,
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(run.environment.main_port),
             "NODE_RANK": str(run.node_rank),
             "WORLD_SIZE": str(run.world_size),
-            LIGHTHOUSE: store.get("lighthouse").decode(),
+            RANKS: str(run.world_size),
+            LIGHTHOUSE: url,
         }
         return Supervisor(run, store, environment, self._max_restarts).run_ranks()
+
+
+def lighthouse_of(store: Store, given: str | None, start: Callable[[], tuple[Any, str]] | None) -> tuple[Any, str]:
+    """The job's lighthouse and its URL; the first process starts it, unless it is given, and tells the others."""
+    server, url = None, given or os.environ.get(LIGHTHOUSE)
+    if start is not None:
+        server, url = (None, url) if url else start()
+        store.set("lighthouse", url)
+    return server, url or store.get("lighthouse").decode()
 
 
 @dataclass
 class _Rank:
     """A rank of this host: its process, or None; when the next one starts, None for never; how and when the last ended.
 
-    ``polls_stopped`` counts how often in a row the process was seen stopped: a supervisor that is stopped as well sees
-    nothing.
+    ``polls_stopped``: how often in a row it was seen stopped; a supervisor that is stopped as well sees nothing.
+    ``is_late``: whether the other ranks have given it up, which live and waited for it.
     """
 
     rank: int
@@ -166,6 +166,7 @@ class _Rank:
     ended_s: float = 0.0
     starts: int = 0
     polls_stopped: int = 0
+    is_late: bool = False
     begun_s: float = 0.0
     pipe: int = -1
     told: bytes = b""
@@ -173,8 +174,7 @@ class _Rank:
     def start(self, environment: Mapping[str, str], local_rank: int) -> None:
         self.pipe, writer = os.pipe()
         os.set_blocking(self.pipe, False)
-        supervisor = f"{os.getpid()} {writer} {environment['WORLD_SIZE']}"
-        own = {"LOCAL_RANK": str(local_rank), STARTS: str(self.starts), _SUPERVISOR: supervisor}
+        own = {"LOCAL_RANK": str(local_rank), STARTS: str(self.starts), _SUPERVISOR: f"{os.getpid()} {writer}"}
         command, directory = command_of_rank(local_rank)
         self.process = subprocess.Popen(
             command,
@@ -186,7 +186,7 @@ class _Rank:
         )
         os.close(writer)
         self.begun_s, self.due_s, self.told, self.polls_stopped = time.monotonic(), None, b"", 0
-        self.starts += 1
+        self.starts, self.is_late = self.starts + 1, False
 
     @property
     def was_stopped(self) -> bool:
@@ -200,10 +200,10 @@ class _Rank:
         return [json.loads(line) for line in self.told.split(b"\n")[:-1]]
 
     def watch(self) -> None:
-        """Ends a process that is stopped for too long."""
+        """Ends a process that is stopped for too long, or hangs."""
         assert self.process is not None
         stat = read_stat(self.process.pid)
-        if self.was_stopped:
+        if self.was_stopped or self.is_late:
             self.process.kill()
         else:
             self.polls_stopped = self.polls_stopped + 1 if stat is not None and stat.state == "T" else 0
@@ -216,6 +216,7 @@ class _Rank:
         if code > 0 and messages and messages[-1]:
             return Failure(**messages[-1])
         what = f"was stopped for {_STOPPED_S:g} s" if self.was_stopped else ended_text(code)
+        what = "has kept the others waiting, which have given it up" if self.is_late else what
         return Failure(what, self.rank, host_name(), pid)
 
 
@@ -227,17 +228,17 @@ class Supervisor:
 
     def __init__(self, run: RunContext, store: Store, environment: Mapping[str, str], max_restarts: int) -> None:
         self._run, self._store, self._environment, self._max_restarts = run, store, environment, max_restarts
-        store.delete_key(f"left {run.node_rank}")
-        earlier = store.add(f"supervisors {run.node_rank}", 1) - 1  # that were lost with the host, and its ranks
         first = run.node_rank * run.ranks_per_host
-        self._ranks = [_Rank(first + each, starts=earlier) for each in range(run.ranks_per_host)]
+        self._ranks = [_Rank(first + each) for each in range(run.ranks_per_host)]
         self._statuses: list[int] = []  # of ranks that are not started again
         self._status: int | None = None  # of the job, once an end has decided it
         self._has_finished = self._is_over = False
-        self._arrived: list[tuple[int, float]] = []
+        self._arrived: list[int] = []
         self._ends_since_s: dict[int, float] = {}  # SIGINT and SIGTERM, when they came first
         self._shown: list[Failure] = []
         self._heard_s = time.monotonic()
+        self._beats_end = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="beat", daemon=True)
 
     def run_ranks(self) -> int:
         """Returns the exit status of this host when all its ranks have ended.
@@ -247,9 +248,8 @@ class Supervisor:
         """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
-                signal.signal(number, lambda number, _: self._arrived.append((number, time.monotonic())))
-        if self._run.node_rank > 0:
-            threading.Thread(target=self._beat, name="beat", daemon=True).start()
+                signal.signal(number, lambda number, _: self._arrived.append(number))
+        self._beats.start()
         try:
             while not self._is_over and any(each.process or each.due_s is not None for each in self._ranks):
                 self._forward_signals()
@@ -259,7 +259,7 @@ class Supervisor:
                     _say("The job failed: host 0, which has the lighthouse, is gone")
                     self._is_over, self._status = True, 1
                 time.sleep(_POLL_S)
-            self._part()
+            self._wait_for_hosts()
         finally:
             for process in filter(None, [each.process for each in self._ranks]):
                 process.kill()
@@ -329,7 +329,7 @@ class Supervisor:
     def _forward_signals(self) -> None:
         """Sends the ranks the signals that have come. A second SIGINT or SIGTERM ends all at once."""
         while self._arrived:
-            number, now_s = self._arrived.pop(0)
+            number, now_s = self._arrived.pop(0), time.monotonic()
             if number in self._ends_since_s:
                 if now_s - self._ends_since_s[number] > SAME_INTERRUPT_S:
                     self._is_over, self._status = True, 128 + number  # the status of a shell
@@ -348,48 +348,45 @@ class Supervisor:
             process.send_signal(number)
 
     def _beat(self) -> None:
-        """Tells host 0 each second that this host is there. A store that is gone raises; behind a cut link it waits."""
-        with contextlib.suppress(RuntimeError):
-            while not self._is_over:
-                self._store.add(f"beat {self._run.node_rank}", 1)
-                self._heard_s = time.monotonic()
-                time.sleep(_BEAT_S)
-        self._heard_s -= _HOST_GONE_S
+        """Tells host 0 each second that this host is there, and asks for ranks that hang.
 
-    def _part(self) -> None:
+        A store that is gone raises; behind a cut link it waits.
+        """
+        key = f"beat {self._run.node_rank}"
+        try:
+            while not self._beats_end.wait(_BEAT_S if self._store.add(key, 1) else 0):
+                self._heard_s = time.monotonic()
+                for rank, process in [(each, each.process) for each in self._ranks]:
+                    if process is not None and self._store.check([f"late/{rank.rank}/{process.pid}"]):
+                        rank.is_late = rank.process is process
+            self._store.delete_key(key)
+        except RuntimeError:
+            self._heard_s -= _HOST_GONE_S
+
+    def _wait_for_hosts(self) -> None:
         """Ends the beat of this host. Host 0 waits for the other hosts, whose ranks need its lighthouse."""
         if self._run.node_rank > 0:
-            if not self._is_over:
-                self._is_over = True
-                self._store.set(f"left {self._run.node_rank}", "")
+            self._beats_end.set()
+            self._beats.join(_BEAT_S)
             return
-        for node in range(1, self._run.num_nodes):
-            beat, changed_s = 0, float("-inf")
-            while not self._ends_since_s and not self._arrived and not self._store.check([f"left {node}"]):
-                if (now := self._store.add(f"beat {node}", 0)) != beat:
-                    beat, changed_s = now, time.monotonic()
-                if time.monotonic() - changed_s > _HOST_GONE_S:
+        for key in [f"beat {node}" for node in range(1, self._run.num_nodes)]:
+            beat, changed_s = 0, time.monotonic()
+            while time.monotonic() - changed_s < _HOST_GONE_S and self._store.check([key]):
+                if self._ends_since_s or self._arrived:
                     break
+                if (now := self._store.add(key, 0)) != beat:
+                    beat, changed_s = now, time.monotonic()
                 time.sleep(_POLL_S)
 
 
-_OF_RANK: list[int] = []  # in a rank: the pipe to its supervisor, and the number of ranks
-
-
-def _follow_supervisor(world_size: int) -> None:
-    """Has the kernel end this rank with its supervisor. Raises ValueError for a Trainer of another number of ranks."""
-    if not _OF_RANK:
-        pid, pipe, num_ranks = map(int, os.environ.pop(_SUPERVISOR).split())
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != pid:
-            sys.exit(f"the supervisor of this rank, pid {pid}, has ended")
-        os.set_inheritable(pipe, False)
-        _OF_RANK[:] = pipe, num_ranks
-    if world_size != _OF_RANK[1]:
-        raise ValueError(
-            f"this Trainer wants {world_size} ranks, and the first one of the script with ft_ddp has started "
-            f"{_OF_RANK[1]}: use the same devices and num_nodes, or another strategy"
-        )
+def _follow_supervisor() -> None:
+    """Has the kernel end this rank with its supervisor."""
+    pid, pipe = map(int, os.environ.pop(_SUPERVISOR).split())
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != pid:
+        sys.exit(f"the supervisor of this rank, pid {pid}, has ended")
+    os.set_inheritable(pipe, False)
+    _OF_RANK[:] = [pipe]
 
 
 def _tell(message: Mapping[str, Any]) -> bool:

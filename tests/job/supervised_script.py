@@ -40,7 +40,7 @@ def main() -> None:
     if action == "fails after the fit":
         raise OSError(_FAILS)
     if action == "makes another Trainer":
-        launcher_of(ranks + 1)
+        launcher_of(ranks + 1).launch(work, rank, action)
 
 
 def launcher_of(ranks: int) -> SupervisorLauncher:

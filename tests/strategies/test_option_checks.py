@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from lightning_multigpu import (
     DataParallelStrategy,
+    FaultTolerantDDPStrategy,
     PipelineStrategy,
     RingDDPStrategy,
     ShardedStrategy,
@@ -83,6 +84,10 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: RingDDPStrategy(compression="int4"), "compression='int4' is unknown"),
     (lambda: RingDDPStrategy(compression="int8", ddp_comm_hook=print), "both choose how gradients travel"),
     (lambda: RingDDPStrategy(verify_steps=1, static_graph=True), "verify_steps=1 and static_graph=True: .* leave one"),
+    (
+        lambda: L.Trainer(accelerator="cpu", devices=2, strategy=FaultTolerantDDPStrategy(min_replicas=3)),
+        "min_replicas=3 of 2 ranks",
+    ),
     (lambda: PipelineStrategy(verify_steps=-1), "verify_steps=-1 is out of range; pass a whole number of 0 or more"),
 ]
 

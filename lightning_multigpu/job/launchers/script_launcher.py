@@ -25,6 +25,9 @@ from lightning_multigpu.job.run_context import RunContext
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+RANKS = "LIGHTNING_MULTIGPU_RANKS"
+"""Set by ft_ddp's supervisor: the number of ranks; Lightning forgets WORLD_SIZE after a run."""
+
 # Children by rank; they run this script to its end. They are not collected before: the guardian reads their statuses.
 _STARTED: dict[int, subprocess.Popen[bytes]] = {}
 
@@ -54,22 +57,10 @@ class ScriptLauncher(SubprocessScriptLauncher):
             self._start_ranks(guardian)
             _STARTED.update(enumerate(self.procs, self._run.node_rank * self.num_processes + 1))
         else:
-            self._check_started()
+            check_started(self)
         self._joining.begin(self._run, guardian=guardian, started={rank: each.pid for rank, each in _STARTED.items()})
         set_num_threads_if_needed(num_processes=self.num_processes)
         return self._joining.watch.guarded(function, args, kwargs, run=self._run, trainer=trainer)
-
-    def _check_started(self) -> None:
-        """Raises ValueError where other ranks have been started than those of ``devices`` and ``num_nodes``."""
-        environment, ranks = self.cluster_environment, self.num_nodes * self.num_processes
-        started, local_rank = environment.world_size(), environment.local_rank()
-        if started != ranks or local_rank >= self.num_processes:
-            devices = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(started // self.num_nodes, local_rank + 1)
-            raise ValueError(
-                f"devices={self.num_processes} and num_nodes={self.num_nodes} make {ranks} ranks, and "
-                f"{type(environment).__name__} has {started} (this one has local rank {local_rank}): set "
-                f"Trainer(devices={devices}, num_nodes={max(1, started // devices)})"
-            )
 
     def _start_ranks(self, guardian: Guardian) -> None:
         """Starts the other ranks of this host; if one cannot be started, the started ones are ended."""
@@ -96,3 +87,16 @@ class ScriptLauncher(SubprocessScriptLauncher):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(max(0.0, until_s - time.monotonic()))
         super().kill(signum)
+
+
+def check_started(launcher: SubprocessScriptLauncher) -> None:
+    """Raises ValueError where other ranks have been started than those of ``devices`` and ``num_nodes``."""
+    environment, ranks = launcher.cluster_environment, launcher.num_nodes * launcher.num_processes
+    started, local_rank = int(os.environ.get(RANKS) or environment.world_size()), environment.local_rank()
+    if started != ranks or local_rank >= launcher.num_processes:
+        devices = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or max(started // launcher.num_nodes, local_rank + 1)
+        raise ValueError(
+            f"devices={launcher.num_processes} and num_nodes={launcher.num_nodes} make {ranks} ranks, and "
+            f"{type(environment).__name__} has {started} (this one has local rank {local_rank}): set "
+            f"Trainer(devices={devices}, num_nodes={max(1, started // devices)})"
+        )

@@ -38,7 +38,7 @@ class _EvaluationLoop(EvaluationLoop):
             try:
                 return super().run()
             except RuntimeError as error:
-                if not (isinstance(error, MembersLostError) or is_of_gloo(error)):
+                if not (members.has_joined and (isinstance(error, MembersLostError) or is_of_gloo(error))):
                     raise
                 failure = error
             finally:

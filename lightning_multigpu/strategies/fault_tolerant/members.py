@@ -6,40 +6,53 @@ import contextlib
 import json
 import os
 import re
+import socket
 import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import psutil
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_multigpu._torch_compat import forget_failed_worlds, set_group_timeout
+from lightning_multigpu._torch_compat import forget_failed_worlds, job_store, set_group_timeout
 from lightning_multigpu._torchft import start_lighthouse, torchft
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.interface import interface_towards, own_address
+from lightning_multigpu.communication.rendezvous import Limit
 from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
-from lightning_multigpu.job.joining import LAST_STORE
+from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
+from lightning_multigpu.job.joining import LAST_STORE, STARTS, main_store
+from lightning_multigpu.job.run_context import RunContext
+from lightning_multigpu.job.supervisor import LIGHTHOUSE, lighthouse_of
 from lightning_multigpu.report.document import MemberChange
 
-LIGHTHOUSE, STARTS = "TORCHFT_LIGHTHOUSE", "LIGHTNING_MULTIGPU_STARTS"  # set by the supervisor
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun hosts the store
 _CONNECT_S = 5.0
 _MEETING_EVERY_S = 0.5
+_ENDED_S = 0.2  # in which a killed process is gone, with all its ports
 _PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
 _SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends
 
+_GONE = (
+    "rank 0 is lost, and with it the lighthouse, without which ranks do not find each other: start one that outlives "
+    f"the ranks (torchft_lighthouse), and name it by {LIGHTHOUSE} or lighthouse="
+)
 _OF_GLOO = ("gloo", "connection", "socket", "broken pipe", "timed out", "timeout", "aborted", "process group")
+
+_TOLD = re.compile(r'status: .*?message: "(.*?)".*')  # by torchft, in errors
 
 _runs = 0  # of this process
 
@@ -77,74 +90,81 @@ class Members:
         rank 2   step 7 | sum: ok | step 8 | sum: error | quorum {0, 2}, new group, sum again | step 9 ...
 
     Args:
-        rank, world_size: of this process in the job.
-        address, port: where the job's store is, or rank 0 hosts it.
+        run: this process in the job.
         lighthouse: "host:port"; None for that of the environment or, without one, of rank 0.
+        is_fit: ranks can come in; a validation that is over, or under way, a later rank repeats alone.
         give, take: this rank's state for a rank that comes in, and the other way round.
         step: the number of optimizer steps done.
         changed: called after each change of the members.
 
     Attributes:
-        processes: the members' ranks, in order, by a name of each process.
+        processes: the members' ranks, in order, by a name of each process: its rank, pid and torchft's name.
         has_joined: False while this rank waits to come in: it computes, and what it computes does not count.
         begins_anew: whether all ranks have been lost, and begin again from the last checkpoint.
         asks: whether members meet before the next sum.
         healed: whether this rank has taken a member's state since the last step.
-        wants_to_leave, has_left: see :meth:`leave_without`.
+        wants_to_leave, has_left: see :meth:`leave_without`; 2 asks all to save for SLURM, which starts the job anew.
+        requeue_is_due: whether some member has asked for that in the last sum.
         history: the changes so far.
     """
 
     def __init__(
         self,
-        rank: int,
-        world_size: int,
-        address: str,
-        port: int,
+        run: RunContext,
         lighthouse: str | None,
         limits: Limits,
         *,
+        is_fit: bool,
         give: Callable[[], Any],
         take: Callable[[Any], None],
         step: Callable[[], int],
         changed: Callable[[], None],
     ) -> None:
         global _runs
-        self.rank, self._world_size, self._limits = rank, world_size, limits
+        self.rank, self._world_size, self._limits = run.rank, run.world_size, limits
         self._step, self._changed = step, changed
         self.processes: dict[str, int] = {}
         self.history: list[MemberChange] = []
         self.begins_anew = self.has_ended = False
-        self.has_joined = self.healed = self.asks = self.wants_to_leave = self.has_left = self._is_broken = False
-        self.generation = 0
+        self.has_joined = self.healed = self.asks = self.has_left = self._is_broken = self.requeue_is_due = False
+        self.generation = self.wants_to_leave = 0
         self._checked_s = self._broken_s = time.monotonic()
         self._error: RuntimeError | None = None  # of the last failure
         self._give = give
         self._take = take
+        if not LAST_STORE and not _runs and dist.is_initialized():  # Ray Train's
+            LAST_STORE[:] = [job_store()]
+        limit = Limit(time.monotonic() + limits.join_timeout_s, limits.join_timeout_s, lambda: None)
+        main: Any = LAST_STORE[0] if LAST_STORE else main_store(run, limit, Connections())
+        if not LAST_STORE:
+            main.set_timeout(timedelta(seconds=limits.join_timeout_s))
+        self._supervisors = main
+        self._job = PrefixStore(f"ft_ddp/{_runs}", main)
+        _runs += 1
+        # torchrun keeps the store, and starts all of its ranks again when one is lost: nothing there is of these.
+        is_all_of_agent = os.environ.get("LOCAL_WORLD_SIZE") == str(self._world_size)
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if is_all_of_agent else "0"
+        self._main = PrefixStore(attempt, self._job)
+        has_met = self._main.check(["met"])
+        if has_met and not is_fit:
+            self.has_ended = True
+            return
+        address = run.environment.main_address
         interface = interface_towards(address)
         self._sets_interface = interface is not None and "GLOO_SOCKET_IFNAME" not in os.environ
         if self._sets_interface:
             os.environ["GLOO_SOCKET_IFNAME"] = str(interface)
-        starts = os.environ.get(STARTS)
-        hosts = rank == 0 and starts is None and os.environ.get(_AGENT) != "True"
-        self._lighthouse: Any = None
         own = own_address(address)
-        if LAST_STORE:  # of another strategy, which this process has run before
-            main: Any = LAST_STORE[0]
-        else:
-            limit = timedelta(seconds=limits.join_timeout_s)
-            main = TCPStore(address, port, is_master=hosts, wait_for_workers=False, timeout=limit)
-        self._main = PrefixStore(f"ft_ddp/{_runs}", main)
-        _runs += 1
-        given = lighthouse or os.environ.get(LIGHTHOUSE)
-        if given is None and rank == 0:
-            self._lighthouse, given = limits.start_lighthouse(own)
-            self._main.set("lighthouse", given)
-        elif given is None:
-            given = self._main.get("lighthouse").decode()
-        url = given if "://" in given else f"http://{given}"
+        self._is_of_rank = not (lighthouse or os.environ.get(LIGHTHOUSE))
+        hosts = self.rank == 0 and STARTS not in os.environ
+        if has_met and hosts and self._is_of_rank:
+            raise RuntimeError(_GONE)
+        start = partial(limits.start_lighthouse, own) if hosts else None
+        self._lighthouse, given = lighthouse_of(self._main, lighthouse, start)
+        self._url = url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
+        warnings.filterwarnings("ignore", module=r"torchft\.")  # of torch, about how it sends a state
         self._manager = torchft().Manager(
             pg=self._group,
             load_state_dict=self._heal,
@@ -159,14 +179,15 @@ class Members:
             store_addr=own,
             store_port=own_store.port,
             lighthouse_addr=url,
-            replica_id=f"rank{rank:06}",  # the order of the members
+            replica_id=f"rank{self.rank:06}",  # the order of the members
             hostname=own,
             checkpoint_transport=torchft("checkpointing.pg_transport").PGTransport(
                 self._group, timedelta(seconds=limits.straggler_timeout_s), torch.device("cpu")
             ),
             init_sync=False,
         )
-        if not int(starts or 0) or not self._main.check(["met"]):
+        if not has_met:
+            self.begins_anew = attempt != "0"
             self._meet_first("0", limits.join_timeout_s)
         elif (quorum := _all_lost(url, limits.heartbeat_timeout_s)) is not None and not self.is_over:
             self.begins_anew = True
@@ -234,19 +255,33 @@ class Members:
 
         Raises:
             TimeoutError: fewer than ``min_replicas`` ranks for ``wait_for_replicas_s``.
+            RuntimeError: rank 0 is lost, and had the lighthouse.
         """
         begun_s, before, told = self._broken_s if self._is_broken else time.monotonic(), self.processes, False
         has_failed, self.healed = self._is_broken and self.has_joined, False
+        own = [f"meets/{process}" for process, rank in before.items() if rank == self.rank and has_failed]
+        for key in own:
+            self._job.set(key, "")
+        problem: str | None = None
         while True:
-            if has_failed:  # the lighthouse then gives the quorum a new number, and with it all a new group
+            if (
+                has_failed and problem is None
+            ):  # the lighthouse then gives the quorum a new number, and with it all a new group
                 self._manager.report_error(RuntimeError("a collective has failed"))
                 self._manager.should_commit()
             self._manager.load_state_dict({"step": self._step() + 1 if self.has_joined else 0, "batches_committed": 0})
             self._is_broken = False
             try:
+                if has_failed and self._is_of_rank:
+                    time.sleep(_ENDED_S)
+                _reach(self._url)
                 self._manager.start_quorum(shrink_only=shrinks)
-            except (RuntimeError, TimeoutError) as error:  # the lighthouse is away, or waits for slow ranks
-                problem: str | None = f"no quorum ({str(error).splitlines()[0]})"
+            except (RuntimeError, OSError) as error:  # it is away, or waits for slow ranks
+                if self._is_of_rank and isinstance(error, ConnectionRefusedError) and not self.wants_to_leave:
+                    raise RuntimeError(_GONE) from error
+                why = _TOLD.sub(r"\1", str(error).splitlines()[0])
+                problem = f"no quorum of the lighthouse {self._url} ({why})"
+                self._is_broken, self._manager._quorum_future = True, None  # torchft would raise the error again
             else:
                 has_failed = self._manager.errored() is not None or self._is_broken
                 problem = None
@@ -261,16 +296,26 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
+                self._give_up([each for each in before if not self._job.check([f"meets/{each}"])], waited_s)
+                if self.wants_to_leave == 1:
+                    raise left()
                 if waited_s > self._limits.wait_for_replicas_s:
                     raise TimeoutError(f"{problem} for wait_for_replicas_s={self._limits.wait_for_replicas_s:g} s")
                 if not told:
                     told = True
                     _say(f"rank {self.rank} waits at step {self._step()}: {problem}")
                 time.sleep(0.2)
+        for key in own:
+            self._job.delete_key(key)
         self._checked_s = time.monotonic()
         self.has_joined, self.asks = True, False
         self._note(before, self._checked_s - begun_s)
         self._error = None
+
+    def _give_up(self, processes: Iterable[str], waited_s: float) -> None:
+        """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``."""
+        for process in processes if waited_s > self._limits.straggler_timeout_s else ():
+            self._supervisors.set(f"late/{process.rpartition('/')[0]}", "")
 
     def finish_meeting(self) -> None:
         """Tells torchft that a sum has succeeded since; after a failure it would ask for a new group each time."""
@@ -289,6 +334,7 @@ class Members:
                 said = "; ".join([str(self._error), *getattr(self._error, "__notes__", [])])
                 _say(f"rank {self.rank}: a collective has failed at step {self._step()}, but no rank is lost: {said}")
             return
+        self._give_up(before.keys() - self.processes.keys(), seconds)
         self.generation += 1
         change = MemberChange(
             step=self._step(), time_s=time.time(), lost=lost, joined=joined, members=self.size, seconds=seconds
@@ -326,10 +372,10 @@ class Members:
     @property
     def last_checkpoint(self) -> str | None:
         """The path that some rank has told."""
-        return self._main.get("checkpoint").decode() if self._main.check(["checkpoint"]) else None
+        return self._job.get("checkpoint").decode() if self._job.check(["checkpoint"]) else None
 
     def has_saved(self, path: str) -> None:
-        self._main.set("checkpoint", path)
+        self._job.set("checkpoint", path)
 
     # Collectives
 
@@ -378,7 +424,7 @@ class Members:
             if is_fit and finished and self.talks:
                 self._main.set("finished", "")
             self._manager.shutdown()
-            del self._manager, self._main  # closed before others can join another main store
+            del self._manager, self._main, self._job, self._supervisors  # closed before others join another main store
             if finished and self.talks:
                 dist.barrier()
         except RuntimeError:
@@ -396,6 +442,19 @@ class Members:
 def is_of_gloo(error: RuntimeError) -> bool:
     """Whether a collective has failed because a rank is gone, or late; and not because of what it was asked."""
     return any(word in str(error).lower() for word in _OF_GLOO)
+
+
+def left() -> SIGTERMException:
+    """What ends a rank that leaves."""
+    error = SIGTERMException()
+    error.code = SIGTERM_STATUS  # Lightning sets none
+    return error
+
+
+def _reach(url: str) -> None:
+    """Raises OSError if no process listens there: torchft would wait for long, and for no signal."""
+    place = urlsplit(url)
+    socket.create_connection((place.hostname, place.port), timeout=_CONNECT_S).close()
 
 
 def _say(text: str) -> None:
@@ -439,7 +498,8 @@ def _group_class() -> Any:
 
         def get_reconfigure_handle(self) -> str:
             place = f"{self._address}:{self._store.port}"
-            return json.dumps({"id": self._handle_id(), "store": place, "global_rank": self._members.rank})
+            own = {"id": self._handle_id(), "store": place, "global_rank": self._members.rank, "pid": os.getpid()}
+            return json.dumps(own)
 
         def reconfigure(self, opts: Any) -> Any:
             self._handles = opts.handles
@@ -467,7 +527,7 @@ def _group_class() -> Any:
                     self.shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None)
             slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
             set_group_timeout(slow, group)  # of what waits outside of steps
-            self._members.processes = {peer["id"]: peer["global_rank"] for peer in peers}
+            self._members.processes = {"{global_rank}/{pid}/{id}".format(**peer): peer["global_rank"] for peer in peers}
             return group
 
         def abort(self, errored: bool = True) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_multigpu._lightning_internals import callback_metrics, counters
+from lightning_multigpu._lightning_internals import callback_metrics, counters, vars_of_saves
 from lightning_multigpu.strategies.fault_tolerant.dealing import DealtLoader
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ def given_state(trainer: pl.Trainer) -> dict[str, Any]:
         "optimizers": [optimizer.state_dict() for optimizer in trainer.strategy.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         "precision": trainer.precision_plugin.state_dict(),
+        "saves": {each.state_key: vars_of_saves(each) for each in trainer.checkpoint_callbacks},
         "callbacks": {callback.state_key: callback.state_dict() for callback in trainer.callbacks},  # type: ignore[attr-defined]
         "counters": {name: counter.state_dict() for name, counter in counters(trainer.fit_loop).items()},
         "steps": trainer.fit_loop.epoch_loop._batches_that_stepped,
@@ -68,6 +69,8 @@ def take_state(trainer: pl.Trainer, state: dict[str, Any]) -> None:
             if isinstance(callback, ModelCheckpoint):
                 callback.dirpath = of_callback["dirpath"]  # a rank that comes in alone has chosen another one
             callback.load_state_dict(of_callback)
+    for checkpoint in trainer.checkpoint_callbacks:
+        vars(checkpoint).update(state["saves"].get(checkpoint.state_key, {}))
     for name, counter in counters(trainer.fit_loop).items():
         counter.load_state_dict(state["counters"][name])
     trainer.fit_loop.epoch_loop._batches_that_stepped = state["steps"]

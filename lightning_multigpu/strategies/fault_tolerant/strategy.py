@@ -18,7 +18,6 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
@@ -37,7 +36,6 @@ from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
 from lightning_multigpu.job.checkpoint_files.last_checkpoint import find_last_checkpoint
 from lightning_multigpu.job.common_stop import share_stops
-from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
@@ -47,7 +45,7 @@ from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.dealing import Batches, DealtLoader, SharedLoader
 from lightning_multigpu.strategies.fault_tolerant.evaluation import repeat_after_losses
-from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError, is_of_gloo
+from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError, is_of_gloo, left
 from lightning_multigpu.strategies.fault_tolerant.run_state import follow_members, given_state, take_state
 from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.run_view import RunView
@@ -142,6 +140,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.steps = UserSteps(self, activation_checkpointing)
         self._members: Members | None = None
         self._accumulates = self._averages = self._wants_stop = False
+        self._handlers: dict[int, Any] = {}  # of signals, which this strategy has replaced
         self._outer: OuterOptimizer | None = None  # with average_every
         self._steps_alone = 0
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
@@ -241,6 +240,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         option_checks.check_run(self.run_context, sync_batchnorm=self._layer_sync is not None)
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True: not under ft_ddp; pass sync_batchnorm=False")
+        if (least := self._given["min_replicas"]) > (ranks := self.run_context.world_size):
+            raise ValueError(f"min_replicas={least} of {ranks} ranks (devices x num_nodes); pass {ranks} or less")
         option_checks.check_scales(self.precision_plugin, self._given["average_every"])
         self._launcher = SupervisorLauncher(
             self.run_context,
@@ -280,15 +281,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         assert self.accelerator is not None
-        assert self.cluster_environment is not None
         trainer: Any = None if self.lightning_module is None else self.lightning_module._trainer
         self.accelerator.setup_device(self.root_device)
         self.set_world_ranks()
         reset_seed()
-        environment, given = self.cluster_environment, self._given
         self._members = Members(
-            *(self.global_rank, self.world_size, environment.main_address, environment.main_port, given["lighthouse"]),
-            self._limits,
+            *(self.run_context, self._given["lighthouse"], self._limits),
+            is_fit=trainer is not None and trainer.state.fn == TrainerFn.FITTING,
             give=lambda: (self._averages, given_state(trainer), self._outer_state()),
             take=lambda state: self._take(trainer, *state),
             step=lambda: 0 if trainer is None else trainer.global_step,
@@ -328,8 +327,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             group.broadcast_tensors([*self._module.parameters(), *self._module.buffers()], src=group.first_rank)
         if self.members.begins_anew and (path := self._newest_checkpoint()) is not None:
             trainer._checkpoint_connector._restore_modules_and_callbacks(path)
-        if not self.members.has_joined:
-            if trainer.state.fn != TrainerFn.FITTING or self.members.is_over:
+        if trainer.state.fn == TrainerFn.FITTING and not self.members.has_joined:
+            if self.members.is_over:
+                sys.stderr.write(f"ft_ddp: rank {self.global_rank} ends: the others have ended the fit without it\n")
                 raise SystemExit(0)
             trainer.num_sanity_val_steps = 0
 
@@ -363,8 +363,10 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             state = None if trainer is None else trainer.state
             finished = state is not None and state.status == TrainerStatus.RUNNING
             self._members.end(finished=finished, is_fit=state is not None and state.fn == TrainerFn.FITTING)
-        if signal.getsignal(signal.SIGTERM) == self._leave:
-            signal.signal(signal.SIGTERM, self._sigterm)
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == self._leave:
+                signal.signal(number, handler)
+        self._handlers = {}
         super().teardown()
 
     # Lightning's collectives, over the members. Where one of them is lost, a collective returns this rank's value; in a
@@ -408,6 +410,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
+        if name == "run-stage":  # Lightning has just set its handlers of signals
+            self._take_signals()
         self._asked(None, lambda group: group.barrier())
 
     @override
@@ -436,9 +440,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         Ranks that step alone ask each other when they average.
         """
         if self.members.has_left:
-            error = SIGTERMException()
-            error.code = SIGTERM_STATUS
-            raise error
+            raise left()
+        if self.members.requeue_is_due:  # the signal reaches ranks one by one, and all save together, once
+            for number in {*self._handlers} - {signal.SIGTERM}:
+                self._handlers.pop(number)(number, None)
+            self.members.wants_to_leave %= 2
         self._wants_stop = stops = self._wants_stop or stops
         if self._outer is not None and not self._has_averaged:
             return False
@@ -521,8 +527,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self._wants_stop = False
         self._values = CommonValues(self.optimizers)
         self.meter.discard()
-        if threading.current_thread() is threading.main_thread():  # in place of Lightning's handler
-            self._sigterm = signal.signal(signal.SIGTERM, self._leave)
 
     @override
     def on_train_end(self) -> None:
@@ -530,9 +534,19 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self._settle_values()
         self._check_replicas()
 
+    def _take_signals(self) -> None:
+        """Replaces Lightning's handlers of SIGTERM and of SLURM's signal, which wait for ranks at any place."""
+        if threading.current_thread() is threading.main_thread():
+            environment: Any = self.cluster_environment
+            requeues = getattr(environment, "auto_requeue", False) and environment.requeue_signal
+            for number in filter(None, (signal.SIGTERM, requeues)):
+                self._handlers[number] = signal.signal(number, self._leave)
+
     def _leave(self, signum: int, frame: Any) -> None:
-        if self._members is not None:
-            self._members.wants_to_leave = True
+        if self._module.trainer.state.fn != TrainerFn.FITTING:
+            raise left()
+        if self.members.wants_to_leave != 1:
+            self.members.wants_to_leave = 1 if signum == signal.SIGTERM else 2
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -614,8 +628,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         if has_met:
             members.finish_meeting()
         self._values.check(said.common, self.gather_objects)
-        if said.leaving:
-            members.leave_without(said.leaving)
+        members.requeue_is_due = 2 in said.wants_to_leave
+        if 1 in said.wants_to_leave:
+            members.leave_without([place for place, wants in enumerate(said.wants_to_leave) if wants == 1])
         elif said.wants_meeting and not has_met:
             members.asks = True
 

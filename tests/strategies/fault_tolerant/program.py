@@ -60,7 +60,7 @@ class Noted(L.LightningModule):
             torch.nn.init.ones_(self.layer.weight)  # the first rank's values have to reach the others
         self.plan, self.rank = plan, rank
         self.notes = (directory / f"notes{rank}.jsonl").open("a")
-        self.starts = int(os.environ.get("LIGHTNING_MULTIGPU_STARTS", 0))
+        self.starts = int(os.environ.get("LIGHTNING_MULTIGPU_STARTS", os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)))
 
     def note(self, **what: Any) -> None:
         self.notes.write(json.dumps(what) + "\n")
@@ -75,6 +75,8 @@ class Noted(L.LightningModule):
             )
             if is_here and self.trainer.global_step == fault["step"] and not self.trainer.sanity_checking:
                 self.note(lost=time.time())
+                if fault["signal"] == "hang":
+                    time.sleep(1000)
                 os.kill(os.getpid(), getattr(signal, fault["signal"]))
                 fault["step"] = -1
 
@@ -119,7 +121,10 @@ class Noted(L.LightningModule):
 
 
 def main() -> None:
-    rank, directory = int(os.environ.get("LOCAL_RANK", 0)), Path(os.environ["DIRECTORY"])
+    ranks_by_launcher = (os.environ.get(name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    rank, directory = next((int(each) for each in ranks_by_launcher if each), 0), Path(os.environ["DIRECTORY"])
+    ranks = int(os.environ.get("WORLD_SIZE", 2))
+    devices = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     plan: dict[str, Any] = json.loads(os.environ["PLAN"])
     module = Noted(plan, rank, directory)
     callbacks: list[Any] = []
@@ -132,7 +137,8 @@ def main() -> None:
         callbacks.append(RunReport())
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=int(os.environ.get("WORLD_SIZE", 2)),
+        devices=devices,
+        num_nodes=ranks // devices,
         strategy=FaultTolerantDDPStrategy(**plan.get("options", {})),
         precision="64-true",
         logger=False,
@@ -147,6 +153,8 @@ def main() -> None:
     )
     data = DataLoader(Rows(plan.get("samples", 40)), batch_size=2, shuffle=True)
     validation = DataLoader(Rows(15), batch_size=2) if plan.get("validate") else None
+    if plan.get("validates_first"):
+        trainer.validate(module, validation)
     trainer.fit(module, data, validation)
     result = {
         "weights": [*module.layer.weight[0].tolist(), module.layer.bias.item()],

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import signal
+import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -14,10 +15,14 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_multigpu._torchft import start_lighthouse
+from lightning_multigpu.job.supervisor import LIGHTHOUSE
 from lightning_multigpu.report import document
 from tests.launch import job as launch_job
+from tests.strategies.fault_tolerant import program
 from tests.strategies.fault_tolerant.job import Job
 from tests.strategies.fault_tolerant.program import LEARNING_RATE, MOMENTUM, Rows, first_layer, loss_of, unfreeze
+from tests.world import free_port
 
 SAMPLES = 40
 
@@ -138,9 +143,12 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert "Ranks that were lost, or came in:" in job.output()
 
 
-def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("validate", [{}, {"validate": True, "validates_first": True}])
+def test_a_rank_that_is_started_again(validate: dict[str, Any], tmp_path: Path) -> None:
+    """Where a script validated before it fitted, the rank ended there, with status 0, and never came back."""
     trainer = {"max_epochs": -1, "max_steps": 200}
-    with Job(tmp_path, {"trainer": trainer, "faults": [fault(1, 6)], "pause_s": 0.03, "unfreezes": 3}) as job:
+    plan = {"trainer": trainer, "faults": [fault(1, 6)], "pause_s": 0.03, "unfreezes": 3, **validate}
+    with Job(tmp_path, plan) as job:
         assert job.run(restarts=1) == [0, 0]
         results = job.results()
         assert [result["step"] for result in results.values()] == [200, 200]
@@ -180,15 +188,23 @@ def test_a_stop_of_a_rank_that_steps_alone(tmp_path: Path) -> None:
 
 
 def test_the_supervisor_starts_rank_0_again(tmp_path: Path) -> None:
-    """The whole way, as a user goes it: a script, a lighthouse, ranks, and the script's end in them alone."""
-    plan = {"trainer": {"max_epochs": -1, "max_steps": 200}, "faults": [fault(0, 6)], "pause_s": 0.03}
+    """The whole way, as a user goes it: a script, a lighthouse, ranks, and the script's end in them alone.
+
+    A rank that hangs lives, and two of two ranks are no majority for the lighthouse until the supervisor has ended it.
+    """
+    plan = {
+        "trainer": {"max_epochs": -1, "max_steps": 200},
+        "faults": [fault(0, 6, "hang")],
+        "options": {"straggler_timeout_s": 2},
+        "pause_s": 0.03,
+    }
     variables = {"PLAN": json.dumps(plan), "DIRECTORY": str(tmp_path)}
     done = launch_job.run(str(tmp_path), "-m", "tests.strategies.fault_tolerant.program", **variables)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"result{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first["step"] == 200
-    assert "was ended by SIGKILL, and is started again (1 of 10)" in done.stderr
+    assert "has kept the others waiting, which have given it up, and is started again (1 of 10)" in done.stderr
     assert "rank 0 is back" in done.stderr
 
 
@@ -245,6 +261,27 @@ def test_all_ranks_are_lost(tmp_path: Path) -> None:
     with Job(expected, {"trainer": {"max_epochs": 4}, "validate": True, "pause_s": 0}) as job:
         job.run()
         assert job.results()[0]["weights"] == pytest.approx(results[0]["weights"], rel=1e-9)
+
+
+@pytest.mark.parametrize("agents", [1, 2])
+def test_torchrun(agents: int, tmp_path: Path) -> None:
+    """An agent starts all of its ranks again when one is lost, and its store still had what the former ranks wrote."""
+    plan = {"trainer": {"max_epochs": 15}, "faults": [fault(0, 25)], "validate": True, "pause_s": 0.03}
+    lighthouse, url = start_lighthouse("127.0.0.1", straggler_timeout_s=60, heartbeat_timeout_s=1.5)
+    variables = {"PLAN": json.dumps(plan), "DIRECTORY": str(tmp_path), **({LIGHTHOUSE: url} if agents > 1 else {})}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--max-restarts=1", "--master-addr=127.0.0.1"]
+    torchrun += [f"--master-port={free_port()}", f"--nnodes={agents}", f"--nproc-per-node={2 // agents}"]
+    with launch_job.Job(tmp_path) as job:
+        for agent in range(agents):
+            job.start(None, [*torchrun, f"--node-rank={agent}", "-m", program.__name__], variables)
+        job.wait(60)
+        output = "".join(map(job.output, range(agents)))
+    lighthouse.shutdown()
+    first, second = (json.loads((tmp_path / f"result{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["step"] >= 150
+    for line in "all ranks were lost, and begin from", "rank 0 is back at step":
+        assert (line in output) == ((agents == 1) == line.startswith("all"))
 
 
 def test_sigterm(tmp_path: Path) -> None:
