@@ -8,7 +8,7 @@ With ``--only kill,stop save`` those that have one of the words in each of the a
 Every run has to reach its last step, with the same bits on all ranks, and to leave no process and no damaged file.
 
 ``python -m benchmarks.losses --kill-every 20 --minutes 10`` kills every rank in turn, and compares the validation loss
-at the end with that of an undisturbed run of as many epochs.
+at the end with that of an undisturbed run of as many epochs; ``--average-every 10`` under an outer optimizer.
 
 The exit status is 1 if a run was wrong, or losses differ by more than 1 %.
 """
@@ -47,6 +47,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import override
 
 from benchmarks.heading import heading
+from lightning_multigpu import FaultTolerantDDPStrategy
 from lightning_multigpu.emulation import EmulatedHosts
 from lightning_multigpu.job.guardian.proc import read_stat
 from tests import preforked
@@ -159,7 +160,7 @@ def nodes() -> int:
     return int(os.environ.get("NUM_NODES", 1))
 
 
-def train(directory: Path, pause_s: float, steps: int, epochs: int) -> None:
+def train(directory: Path, pause_s: float, steps: int, epochs: int, average_every: int) -> None:
     """The script of the job; one of ``steps`` and ``epochs`` is -1."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the supervisor forwards it to the ranks
@@ -172,7 +173,9 @@ def train(directory: Path, pause_s: float, steps: int, epochs: int) -> None:
     training = DataLoader(examples(8192, 1), batch_size=32, shuffle=True)
     validation = DataLoader(examples(1024, 2), batch_size=32)
     trainer = L.Trainer(
-        strategy="ft_ddp",
+        strategy=FaultTolerantDDPStrategy(
+            average_every=average_every, outer_optimizer="nesterov" if average_every > 1 else None
+        ),
         accelerator="cpu",
         devices=RANKS // nodes(),
         num_nodes=nodes(),
@@ -364,18 +367,19 @@ def _is_special(step: int) -> bool:
 
 
 @contextlib.contextmanager
-def job(on_hosts: bool, forked: bool, *arguments: str) -> Iterator[TrainedJob]:
+def job(on_hosts: bool, options: argparse.Namespace, *arguments: str) -> Iterator[TrainedJob]:
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="losses-")))
         hosts = stack.enter_context(EmulatedHosts(HOSTS)) if on_hosts else None
-        yield stack.enter_context(TrainedJob(directory, hosts, forked, *arguments))
+        arguments = (*arguments, f"--average-every={options.average_every}")
+        yield stack.enter_context(TrainedJob(directory, hosts, options.forked, *arguments))
 
 
 def run_with_losses(planned: Sequence[Loss], options: argparse.Namespace, chance: random.Random) -> Run:
     """One job, in which the planned losses strike one after another, each when the last one is over."""
     run = Run()
     on_hosts = any(each.kind in ("cut", "host") for each in planned)
-    with job(on_hosts, options.forked, f"--pause={options.pause}", f"--steps={options.steps}") as trained:
+    with job(on_hosts, options, f"--pause={options.pause}", f"--steps={options.steps}") as trained:
         for loss in planned:
             if not trained.until(trained.is_whole, _RETURN_S):
                 run.wrong.append("over too early" if trained.is_ending() else "not all ranks were back in time")
@@ -402,7 +406,7 @@ def run_with_kills(options: argparse.Namespace, every_s: float) -> Run:
     """One job, of which every rank in turn is killed every ``every_s`` seconds; 0 for none."""
     run = Run()
     pause_s = 60 * options.minutes * RANKS * 32 / 8192 / options.epochs if every_s else 0.0
-    with job(False, options.forked, f"--pause={pause_s}", f"--epochs={options.epochs}") as trained:
+    with job(False, options, f"--pause={pause_s}", f"--epochs={options.epochs}") as trained:
         trained.until(trained.is_whole, _RETURN_S)
         for rank in itertools.cycle(range(RANKS)) if every_s else ():
             trained.until(lambda: False, every_s)
@@ -470,11 +474,12 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, metavar="SECONDS")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the run with --kill-every")
     parser.add_argument("--epochs", type=int, default=-1, help="of that run (30)")
+    parser.add_argument("--average-every", type=int, default=1, metavar="STEPS", help="that each rank takes alone")
     parser.add_argument("--forked", action="store_true", help="fork ranks from a process that has imported Lightning")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)  # in a rank
     options = parser.parse_args()
     if options.train is not None:
-        train(options.train, options.pause, options.steps, options.epochs)
+        train(options.train, options.pause, options.steps, options.epochs, options.average_every)
         return 0
     print(f"{heading()}\n# python -m benchmarks.losses {' '.join(sys.argv[1:])}", flush=True)
     return compare_kills(options) if options.kill_every else count_losses(options)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._functorch import eager_transforms, vmap
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd import forward_ad
 from torch.distributed import distributed_c10d as c10d
 from torch.optim import optimizer as optimizers
@@ -54,6 +55,11 @@ def new_group_in_order(
 
 # Public, and without a warning, from torch 2.14 on.
 set_group_timeout: Callable[[timedelta, dist.ProcessGroup], None] = getattr(dist, "set_timeout", c10d._set_pg_timeout)
+
+
+# As torch's own DistributedDataParallel does it, in C++: a row of small tensors in one call.
+flattened: Callable[[Sequence[Tensor]], Tensor] = _flatten_dense_tensors
+unflattened: Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]] = _unflatten_dense_tensors
 
 
 def forget_failed_worlds() -> None:

@@ -32,7 +32,7 @@ _OURS = "lightning_multigpu"
 LAYERS = {
     "planning": {f"{_OURS}.planning"},
     "job/guardian": {f"{_OURS}.job.guardian"},
-    "communication": {f"{_OURS}.communication", f"{_OURS}._suggest", "torch"},
+    "communication": {f"{_OURS}.{module}" for module in ("communication", "_suggest", "_torch_compat")} | {"torch"},
     "placement": {f"{_OURS}.placement", "torch"},
     "engine": {
         *(f"{_OURS}.{layer}" for layer in ("engine", "placement", "communication", "planning", "_torch_compat")),

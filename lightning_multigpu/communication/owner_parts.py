@@ -13,45 +13,82 @@ Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trill
 from __future__ import annotations
 
 import threading
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, islice, pairwise
 from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_multigpu._torch_compat import flattened, unflattened
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce, SentBytes
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.records import Transfer
+from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
 
 _END_S = 5.0
+_LARGE_BYTES = 1 << 18
+"""Within a host larger tensors travel from where they are; smaller ones are copied into one."""
 MOST = 8
 """A bucket has at most so many times the bytes that it has to have of each rank, where it has too few of one rank."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Bucket:
     """Tensors of one dtype and device that travel together, those of each owner one after the other.
 
     Attributes:
-        members: in their order in flat memory.
-        bounds: first and one-past-last element of each owner's part, in the order of :attr:`OwnerParts.order`.
+        parts: the tensors of each rank, large ones last, in the order of :attr:`OwnerParts.order`.
+        members: those of all parts.
+        bounds: first and one-past-last element of each part in flat memory.
         own: the members that this rank owns, and their part.
     """
 
+    parts: list[list[Tensor]]
     members: list[Tensor]
     bounds: list[tuple[int, int]]
     own: tuple[list[Tensor], slice]
 
 
-def split(flat: Tensor, members: Sequence[Tensor]) -> list[Tensor]:
+def split(flat: Tensor, members: Sequence[Tensor]) -> Sequence[Tensor]:
     """The places of tensors in flat memory, in their shapes."""
-    parts = flat.split_with_sizes([member.numel() for member in members])
-    return [part.view(member.shape) for part, member in zip(parts, members, strict=True)]
+    return unflattened(flat, members)
+
+
+def _is_large(tensor: Tensor) -> bool:
+    return tensor.nbytes > _LARGE_BYTES
+
+
+def _flats(tensors: Sequence[Tensor], *, are_read: bool = True) -> list[Tensor]:
+    """The values of tensors, large ones last, in flat tensors of the host: of small ones in one copy.
+
+    A large one lies where it is, if that is in the host's memory and contiguous. Without ``are_read`` other values may
+    be in the copies.
+    """
+    num_small = bisect_left(tensors, True, key=_is_large)
+    small, found = tensors[:num_small], [large.reshape(-1) for large in tensors[num_small:]]
+    if small and are_read:
+        found.insert(0, flattened(small))
+    elif small:
+        found.insert(0, small[0].new_empty(sum(each.numel() for each in small)))
+    return [flat.cpu() for flat in found]
+
+
+def _fill(tensors: Sequence[Tensor], flats: Sequence[Tensor]) -> None:
+    """Gives tensors the values that their :func:`_flats` have now."""
+    num_joined = len(tensors) - len(flats) + 1
+    joined, large = split(flats[0], tensors[:num_joined]), zip(flats[1:], tensors[num_joined:], strict=True)
+    values = [*joined, *(flat.view(each.shape) for flat, each in large)]
+    pairs = zip(tensors, values, strict=True)
+    news = [(each, value) for each, value in pairs if value.data_ptr() != each.data_ptr()]
+    if news:
+        torch._foreach_copy_([each for each, _ in news], [value for _, value in news])
 
 
 class OwnerParts:
@@ -65,69 +102,118 @@ class OwnerParts:
     def __init__(self, group: MeteredGroup, all_reduce: HierarchicalAllReduce | None) -> None:
         self._group, self._all_reduce = group, all_reduce
         self._order = [*range(group.size)] if all_reduce is None else all_reduce.order
-        self._jobs: SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[Future[Any], Transfer, Callable[[], Any]] | None] = SimpleQueue()
         # A daemon: Gloo may leave a thread waiting for a transfer that its connection's end has cut short.
         self._thread = threading.Thread(target=self._work, name="owner-parts", daemon=True)
+        self._host: SharedMemoryAllReduce | None = None  # where all ranks share it
         if all_reduce is not None:
+            self._host = all_reduce.inside if all_reduce.between is None else None
             self._thread.start()
 
     def bucket(self, tensors: Sequence[Tensor], owners: Mapping[Tensor, int]) -> Bucket:
         """Arranges tensors by their owners, ranks of the group."""
         of_rank: list[list[Tensor]] = [[] for _ in self._order]
-        for tensor in tensors:
+        for tensor in sorted(tensors, key=_is_large):
             of_rank[owners[tensor]].append(tensor)
-        ends = [0, *accumulate(sum(tensor.numel() for tensor in of_rank[rank]) for rank in self._order)]
-        bounds = [*pairwise(ends)]
+        parts = [of_rank[rank] for rank in self._order]
+        ends = [0, *accumulate(sum(tensor.numel() for tensor in part) for part in parts)]
+        bounds, own = [*pairwise(ends)], of_rank[self._group.rank]
         start, end = bounds[self._order.index(self._group.rank)]
-        members = [tensor for rank in self._order for tensor in of_rank[rank]]
-        return Bucket(members, bounds, (of_rank[self._group.rank], slice(start, end)))
+        return Bucket(parts, [*chain.from_iterable(parts)], bounds, (own, slice(start, end)))
 
-    def reduce(self, bucket: Bucket, flat: Tensor, *, to_all: bool = False) -> Callable[[], Tensor]:
-        """Begins to average a flat tensor, which the caller forgets.
+    def reduce(
+        self, bucket: Bucket, values: Sequence[Tensor], *, to_all: bool = False, is_last: bool = False
+    ) -> Callable[[], Tensor]:
+        """Begins to average dense values of a bucket's members, which the caller forgets.
+
+        With ``is_last`` it may wait here; the caller has waited for all earlier ones.
 
         Returns:
-            What waits for the averages: those of this rank's part alone, or all on all ranks.
+            What waits for the averages, flat: those of this rank's members alone, or of all on all ranks.
         """
-        part = slice(None) if to_all else bucket.own[1]
+        device, part = values[0].device, slice(None) if to_all else bucket.own[1]
+        if self._host is not None and not to_all:
+            left, sums = iter(values), torch.empty(part.stop - part.start, dtype=values[0].dtype)
+            parts = [_flats([*islice(left, len(members))]) for members in bucket.parts]
+            move = partial(self._host.reduce_parts, parts, sums, average=True)
+            wait = self._beside("reduce_scatter", bucket, self._sent(bucket)[0], move, here=is_last)
+            return lambda: wait().to(device)
+        flat = torch.cat([value.reshape(-1) for value in values])
         if self._all_reduce is None:
-            wait = self._by_back_end("all_reduce" if to_all else "reduce", bucket, flat.div_(self._group.size))
-            return lambda: wait()[part].clone()
+            averages = self._by_back_end("all_reduce" if to_all else "reduce", bucket, flat.div_(self._group.size))
+            return lambda: averages()[part].clone()
+        whole = flat.cpu()
         if to_all:
-            sent = self._all_reduce.plan(flat, average=True).sent if flat.numel() else SentBytes(0, 0)
-            return self._beside("all_reduce", flat, sent, partial(self._all_reduce, average=True), part)
-        sent, move = self._all_reduce.sent_parts(bucket.bounds, flat.itemsize)[0], self._all_reduce.reduce_scatter
-        return self._beside("reduce_scatter", flat, sent, partial(move, bounds=bucket.bounds, average=True), part)
+            sent, move = self._all_reduce.plan(whole, average=True).sent, partial(self._all_reduce, whole, average=True)
+        else:
+            sent, move = self._sent(bucket)[0], partial(self._own_averages, bucket, whole)
+        wait = self._beside("all_reduce" if to_all else "reduce_scatter", bucket, sent, move, here=is_last)
+        return lambda: wait().to(device)
 
-    def gather(self, bucket: Bucket, flat: Tensor) -> Callable[[], Tensor]:
-        """Begins to give all ranks each rank's part; returns what waits for the tensor with all parts."""
-        if self._all_reduce is None:
-            return self._by_back_end("broadcast", bucket, flat)
-        sent, move = self._all_reduce.sent_parts(bucket.bounds, flat.itemsize)[1], self._all_reduce.all_gather
-        return self._beside("all_gather", flat, sent, partial(move, bounds=bucket.bounds), slice(None))
+    def _own_averages(self, bucket: Bucket, whole: Tensor) -> Tensor:
+        assert self._all_reduce is not None
+        self._all_reduce.reduce_scatter(whole, bucket.bounds, average=True)
+        return whole[bucket.own[1]].clone()  # the rest is freed
+
+    def gather(self, bucket: Bucket) -> Callable[[], None]:
+        """Begins to give all ranks the owners' values of a bucket's members; returns what waits for them.
+
+        Within a host it waits here. The caller has waited for all averages.
+        """
+        own, part = bucket.own
+        if self._host is not None:
+            parts = [_flats(members, are_read=members is own) for members in bucket.parts]
+            sent, work = self._sent(bucket)[1], partial(self._host.gather_parts, parts)
+            wait = self._beside("all_gather", bucket, sent, work, here=True)
+        else:
+            flat = bucket.members[0].new_empty(bucket.bounds[-1][1])
+            if own:
+                torch.cat([value.reshape(-1) for value in own], out=flat[part])
+            if self._all_reduce is None:
+                wait = self._by_back_end("broadcast", bucket, flat)
+            else:
+                flat = flat.cpu()
+                sent, work = self._sent(bucket)[1], partial(self._all_reduce.all_gather, flat, bucket.bounds)
+                wait = self._beside("all_gather", bucket, sent, work, here=False)
+            parts = [[flat[a:b]] for a, b in bucket.bounds]
+
+        def fill() -> None:
+            wait()
+            for members, flats in zip(bucket.parts, parts, strict=True):
+                if members and members is not own:
+                    _fill(members, flats)
+
+        return fill
+
+    def _sent(self, bucket: Bucket) -> tuple[SentBytes, SentBytes]:
+        assert self._all_reduce is not None
+        return self._all_reduce.sent_parts(bucket.bounds, bucket.members[0].itemsize)
 
     def _beside(
-        self, operation: str, flat: Tensor, sent: SentBytes, move: Callable[[Tensor], object], part: slice
-    ) -> Callable[[], Tensor]:
-        """Has this object's thread move a tensor in the host's memory, of which a part is kept."""
-        transfer = self._group.begin(operation, flat.nbytes, sent_bytes=sum(sent), memory_bytes=sent.memory)
-        moved, device, host = Future[Tensor](), flat.device, flat.cpu()
-
-        def work() -> Tensor:
-            with transfer:
-                move(host)
-            return host if part == slice(None) else host[part].clone()  # the rest is freed
-
-        self._jobs.put((moved, work))
-        return lambda: moved.result().to(device)
+        self, operation: str, bucket: Bucket, sent: SentBytes, work: Callable[[], Any], *, here: bool
+    ) -> Callable[[], Any]:
+        """Moves a bucket in the host's memory: in this object's thread or, which wakes no thread, in the caller's."""
+        size_bytes, moved = bucket.bounds[-1][1] * bucket.members[0].itemsize, Future[Any]()
+        described = {"sent_bytes": sum(sent), "memory_bytes": sent.memory, "blocking": here}
+        job = moved, self._group.begin(operation, size_bytes, **described), work
+        if here:
+            self._do(*job)
+        else:
+            self._jobs.put(job)
+        return moved.result
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            moved, work = job
-            try:
+            self._do(*job)
+            del job  # and the memory of tensors
+
+    @torch.no_grad()
+    def _do(self, moved: Future[Any], transfer: Transfer, work: Callable[[], Any]) -> None:
+        try:
+            with transfer:
                 moved.set_result(work())
-            except BaseException as error:
-                moved.set_exception(error)
-            del job, work  # and the memory of the tensor
+        except BaseException as error:
+            moved.set_exception(error)
 
     def _by_back_end(self, operation: str, bucket: Bucket, flat: Tensor) -> Callable[[], Tensor]:
         works: list[tuple[Any, Transfer]] = []

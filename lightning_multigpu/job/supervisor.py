@@ -155,6 +155,7 @@ class _Rank:
     """A rank of this host: its process, or None; when the next one starts, None for never; how and when the last ended.
 
     ``polls_stopped``: how often in a row it was seen stopped; a supervisor that is stopped as well sees nothing.
+    ``is_late``: whether the other ranks have given it up, which live and waited for it.
     """
 
     rank: int
@@ -164,6 +165,7 @@ class _Rank:
     ended_s: float = 0.0
     starts: int = 0
     polls_stopped: int = 0
+    is_late: bool = False
     begun_s: float = 0.0
     told: int = -1  # a file in memory, in which the process writes
 
@@ -179,7 +181,8 @@ class _Rank:
             pass_fds=[self.told],
             process_group=0,  # a terminal signals the supervisor alone, which forwards each signal once
         )
-        self.begun_s, self.due_s, self.polls_stopped, self.starts = time.monotonic(), None, 0, self.starts + 1
+        self.begun_s, self.due_s, self.polls_stopped = time.monotonic(), None, 0
+        self.starts, self.is_late = self.starts + 1, False
 
     @property
     def was_stopped(self) -> bool:
@@ -191,10 +194,10 @@ class _Rank:
         return [json.loads(line) for line in told.split(b"\n")[:-1]]
 
     def watch(self) -> None:
-        """Ends a process that is stopped for too long."""
+        """Ends a process that is stopped for too long, or hangs."""
         assert self.process is not None
         stat = read_stat(self.process.pid)
-        if self.was_stopped:
+        if self.was_stopped or self.is_late:
             self.process.kill()
         else:
             self.polls_stopped = self.polls_stopped + 1 if stat is not None and stat.state == "T" else 0
@@ -207,6 +210,7 @@ class _Rank:
         if code > 0 and messages and messages[-1]:
             return Failure(**messages[-1])
         what = f"was stopped for {_STOPPED_S:g} s" if self.was_stopped else ended_text(code)
+        what = "has kept the others waiting, which have given it up" if self.is_late else what
         return Failure(what, self.rank, host_name(), pid)
 
 
@@ -239,8 +243,7 @@ class Supervisor:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP):
                 signal.signal(number, lambda number, _: self._arrived.append(number))
-        if self._run.node_rank > 0:
-            self._beats.start()
+        self._beats.start()
         try:
             while not self._is_over and any(each.process or each.due_s is not None for each in self._ranks):
                 self._forward_signals()
@@ -339,11 +342,17 @@ class Supervisor:
             process.send_signal(number)
 
     def _beat(self) -> None:
-        """Tells host 0 each second that this host is there. A store that is gone raises; behind a cut link it waits."""
+        """Tells host 0 each second that this host is there, and asks for ranks that hang.
+
+        A store that is gone raises; behind a cut link it waits.
+        """
         key = f"beat {self._run.node_rank}"
         try:
             while not self._beats_end.wait(_BEAT_S if self._store.add(key, 1) else 0):
                 self._heard_s = time.monotonic()
+                for rank, process in [(each, each.process) for each in self._ranks]:
+                    if process is not None and self._store.check([f"late/{rank.rank}/{process.pid}"]):
+                        rank.is_late = rank.process is process
             self._store.delete_key(key)
         except RuntimeError:
             self._heard_s -= _HOST_GONE_S

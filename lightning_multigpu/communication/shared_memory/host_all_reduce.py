@@ -11,13 +11,15 @@ With two ranks, or for small tensors, there are two stages: after ``write`` ever
 that were moved into shared memory (:meth:`SharedMemoryAllReduce.move`) are summed where they are
 (:mod:`.in_place_shared`).
 
-Sums are made in the order of ranks, so all ranks and all runs get the same bits.
+Sums are made in the order of ranks, those of a reduce-scatter beginning with the rank's own values, so all ranks and
+all runs get the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -37,6 +39,7 @@ IN_PLACE_FROM_BYTES = 1 << 17
 _IN_PLACE_BYTES = 1 << 18
 _TEXT_BYTES = 512
 Bounds = Sequence[tuple[int, int]]
+Parts = Sequence[Sequence[Tensor]]
 _SUMMED_IN_FLOAT32 = (torch.float16, torch.bfloat16)
 
 
@@ -162,21 +165,35 @@ class SharedMemoryAllReduce:
         if moved is not None:
             own = [self._shards(row, bounds)[self.rank] for row in moved]
             self._buffers.run(1, _nothing, lambda _: self._sum_chunks(own, average))
-            return shards[self.rank]
-        rows = self._buffers.rows
-        size = self._chunk_elements(flat) // self.world_size
+        else:
+            self.reduce_parts([[shard] for shard in shards], shards[self.rank], average=average)
+        return shards[self.rank]
+
+    def reduce_parts(self, parts: Parts, sums: Tensor, *, average: bool = False) -> Tensor:
+        """Writes the sums of this rank's part to ``sums``, which is flat, and returns it; no other part changes.
+
+        Args:
+            parts: of each rank of two or more: flat tensors, as many and as long on every rank, all of one dtype.
+        """
+        # A slot has places for the parts of the other ranks, in their order.
+        rows, rank, size = self._buffers.rows, self.rank, self._chunk_elements(sums) // max(1, self.world_size - 1)
+        chunks = _cut(parts, size)
+        own = chunks[rank]
+        sums_of = sums.split_with_sizes([piece.numel() for piece in own])
 
         def write(chunk: int) -> None:
-            for rank, shard in enumerate(shards):
-                piece = shard[chunk * size : (chunk + 1) * size]
-                rows(0, rank * size, piece)[self.rank].copy_(piece)
+            for owner, pieces in enumerate(chunks):
+                if owner != rank and chunk < len(pieces):
+                    rows(0, (owner - (owner > rank)) * size, pieces[chunk])[rank].copy_(pieces[chunk])
 
         def sum_own(chunk: int) -> None:
-            piece = shards[self.rank][chunk * size : (chunk + 1) * size]
-            self._sum(rows(1, self.rank * size, piece)[: self.world_size], piece, average)
+            if chunk < len(own):
+                piece = own[chunk]
+                before, after = rows(1, (rank - 1) * size, piece)[:rank], rows(1, rank * size, piece)[rank + 1 : -1]
+                self._sum((piece, *before, *after), sums_of[chunk], average)
 
-        self._buffers.run(_num_chunks(shards, size), write, sum_own)
-        return shards[self.rank]
+        self._buffers.run(max(map(len, chunks)), write, sum_own)
+        return sums
 
     def all_gather(self, tensor: Tensor, *, bounds: Bounds | None = None) -> Tensor:
         """Fills ``tensor`` in place with the shard of every rank, and returns it.
@@ -190,22 +207,26 @@ class SharedMemoryAllReduce:
             # After a reduce-scatter no other rank reads or writes these parts.
             others = [self._shards(row, bounds)[self.rank] for rank, row in enumerate(moved) if rank != self.rank]
             self._buffers.run(1, lambda _: [other.copy_(shards[self.rank]) for other in others], _nothing)
-            return tensor
+        else:
+            self.gather_parts([[shard] for shard in shards])
+        return tensor
+
+    def gather_parts(self, parts: Parts) -> None:
+        """Fills the other ranks' parts with their values; ``parts`` as for :meth:`reduce_parts`."""
         rows = self._buffers.rows
-        size = self._chunk_elements(flat)
+        chunks = _cut(parts, self._chunk_elements(next(chain.from_iterable(parts))))
+        own = chunks[self.rank]
 
         def write(chunk: int) -> None:
-            piece = shards[self.rank][chunk * size : (chunk + 1) * size]
-            rows(0, 0, piece)[self.rank].copy_(piece)
+            if chunk < len(own):
+                rows(0, 0, own[chunk])[self.rank].copy_(own[chunk])
 
         def read(chunk: int) -> None:
-            for rank, shard in enumerate(shards):
-                if rank != self.rank:
-                    piece = shard[chunk * size : (chunk + 1) * size]
-                    piece.copy_(rows(1, 0, piece)[rank])
+            for rank, pieces in enumerate(chunks):
+                if rank != self.rank and chunk < len(pieces):
+                    pieces[chunk].copy_(rows(1, 0, pieces[chunk])[rank])
 
-        self._buffers.run(_num_chunks(shards, size), write, read)
-        return tensor
+        self._buffers.run(max(map(len, chunks)), write, read)
 
     def forget_moved(self) -> None:
         """Releases the memory of all moved tensors; this rank's own stay usable, as if they were not moved."""
@@ -271,8 +292,9 @@ class SharedMemoryAllReduce:
         return self._buffers.chunk_bytes // flat.element_size()
 
 
-def _num_chunks(shards: Sequence[Tensor], size: int) -> int:
-    return -(-max(shard.numel() for shard in shards) // size)
+def _cut(parts: Parts, size: int) -> list[list[Tensor]]:
+    """The pieces of each part, of ``size`` elements at most."""
+    return [[piece for flat in part for piece in flat.split(size)] for part in parts]  # type: ignore[no-untyped-call]
 
 
 def _nothing(_: int) -> None:

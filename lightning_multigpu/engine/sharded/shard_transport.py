@@ -32,7 +32,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
-from lightning_multigpu.communication.owner_parts import MOST, OwnerParts, split
+from lightning_multigpu.communication.owner_parts import MOST, Bucket, OwnerParts
 from lightning_multigpu.communication.tensors import alike
 from lightning_multigpu.engine.optimizer_state import PartialState
 from lightning_multigpu.placement.owned_part import OwnedPart
@@ -72,6 +72,8 @@ class ShardTransport:
         self.load, self.change = self.part.load_whole, self.part.take_states
         self.shards = _Shards(optimizer, group)
         self._optimizer, self._group, self._parts, self._bucket_bytes = optimizer, group, parts, bucket_bytes
+        self._shared: list[int] = []  # the ids of what was shared last, and its buckets
+        self._buckets: list[Bucket] = []
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether this rank updates the parameter."""
@@ -94,24 +96,22 @@ class ShardTransport:
     @torch.no_grad()
     def share_values(self, parameters: Iterable[Tensor]) -> None:
         """Gives every rank the owners' values of these parameters; a collective."""
-        meter, rank, under_way = self._group.meter, self._group.rank, []
-        for members in alike(parameters, full_bytes=MOST * self._group.size * self._bucket_bytes):
-            bucket = self._parts.bucket(members, self.shards.owners)
-            own, place = bucket.own
-            flat = members[0].new_empty(bucket.bounds[-1][1])
-            if own:
-                torch.cat([value.reshape(-1) for value in own], out=flat[place])
-            under_way.append((bucket.members, self._parts.gather(bucket, flat)))
-        since = meter.mark(on_stream=any(members[0].is_cuda for members, _ in under_way))
-        for members, wait in under_way:
-            pairs = zip(members, split(wait(), members), strict=True)
-            news = [(parameter, value) for parameter, value in pairs if self.shards.owners[parameter] != rank]
-            if news:
-                torch._foreach_copy_([parameter for parameter, _ in news], [value for _, value in news])
+        shared = [*parameters]
+        if not shared or self._group.size == 1:
+            return
+        if (ids := [*map(id, shared)]) != self._shared:
+            together = alike(shared, full_bytes=MOST * self._group.size * self._bucket_bytes)
+            self._buckets = [self._parts.bucket(members, self.shards.owners) for members in together]
+            self._shared = ids
+        meter, waits = self._group.meter, [*map(self._parts.gather, self._buckets)]
+        since = meter.mark(on_stream=any(bucket.members[0].is_cuda for bucket in self._buckets))
+        for wait in waits:
+            wait()
         meter.waited(since)
 
     def place(self, new: list[Parameter], given: Mapping[Any, Any]) -> None:
-        self.shards.follow(self._optimizer)
+        if new:
+            self.shards.follow(self._optimizer)
         for parameter in filter(self.owns, new):
             self.part.pieces[parameter] = parameter, Piece(0, 0, parameter.numel(), 0)
             self.part.take_state(parameter, given.get(parameter, {}))  # some optimizers begin with one

@@ -7,6 +7,7 @@ Gradients travel in buckets, each with gradients for all ranks (:mod:`lightning_
     transfers                   [-- g4 to rank 1, g3 to 0 --]  [-- g2 to 0, g1 to 1 --]
 
 All ranks send in one order, from the module's last parameter to its first, whatever the order of their backward passes.
+A bucket is looked at when backward comes to the last of its parameters; the last bucket is sent after backward.
 
 Source: S. Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020, as in
 FairScale 0.4.13, ``ShardedDataParallel``.
@@ -14,9 +15,8 @@ FairScale 0.4.13, ``ShardedDataParallel``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.nn import Module, Parameter
 
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.owner_parts import MOST, Bucket, OwnerParts, split
+from lightning_multigpu.communication.tensors import marks_of
 from lightning_multigpu.engine.data_parallel.trained_parameters import unused_error
 from lightning_multigpu.placement.owned_step import call_on_gradient
 
@@ -60,21 +61,34 @@ class ShardedGradients:
         shows_all: bool = False,
     ) -> None:
         self.accumulates = False
-        self._names = {p: name for name, p in module.named_parameters() if p.requires_grad and p in owners}
-        self._order = [*reversed(self._names)]
+        named = module.named_parameters() if group.size > 1 else ()
+        self._names: dict[Any, str] = {p: name for name, p in named if p.requires_grad and p in owners}
         self._owners, self._group, self._parts, self._bucket_bytes = owners, group, parts, bucket_bytes
         self._find_unused, self._shows_all = find_unused, shows_all
-        self._hooks = [call_on_gradient(p, partial(self._gradient_is_ready, at)) for at, p in enumerate(self._order)]
+        arranged = [*self._arranged(reversed(self._names))]
+        self._buckets = [parts.bucket(members, owners) for members in arranged]
+        # The last one is sent after backward.
+        self._hooks = [] if find_unused else [call_on_gradient(each[-1], self._send_complete) for each in arranged[:-1]]
         # In the present backward pass:
-        self._is_ready = bytearray(len(self._order))  # by place in the order
+        self._before: dict[Tensor, Any] = {}  # marks of the gradients to which it adds
         self._num_sent = 0
-        self._filling: dict[tuple[torch.dtype, torch.device], list[Parameter]] = {}
-        self._filled_bytes: dict[tuple[torch.dtype, torch.device], list[int]] = {}  # by owner
         self._under_way: list[tuple[Bucket, Callable[[], Tensor]]] = []
-        self._sparse: set[Parameter] = set()
+        self._sparse: set[Tensor] = set()
         # From earlier backward passes:
-        self._averaged: list[Parameter] = []
-        self._aside: dict[Parameter, Tensor] = {}
+        self._averaged: list[Tensor] = []
+        self._aside: dict[Tensor, Tensor] = {}
+
+    def _arranged(self, parameters: Iterable[Parameter]) -> Iterator[list[Parameter]]:
+        """What travels together."""
+        filling: dict[tuple[torch.dtype, torch.device], tuple[list[Parameter], list[int]]] = {}
+        for parameter in parameters:
+            kind = parameter.dtype, parameter.device
+            members, filled = filling.setdefault(kind, ([], [0] * self._group.size))
+            members.append(parameter)
+            filled[self._owners[parameter]] += parameter.nbytes
+            if min(filled) >= self._bucket_bytes or sum(filled) >= MOST * len(filled) * self._bucket_bytes:
+                yield filling.pop(kind)[0]
+        yield from (members for members, _ in filling.values())
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -86,12 +100,13 @@ class ShardedGradients:
             self.accumulates = accumulated
 
     def begin(self) -> None:
-        """Begins a backward pass: puts gradients of earlier passes aside, so that they are not averaged twice."""
+        """Begins a backward pass: puts averages of earlier passes aside, so that they are not averaged twice."""
         self._aside = {p: gradient for p, gradient in self._aside.items() if p.grad is not None}
         for parameter in self._averaged:
             if parameter.grad is not None:
                 self._aside[parameter], parameter.grad = parameter.grad, None
         self._averaged.clear()
+        self._before = {p: marks_of([p.grad]) for p in self._names if p.grad is not None}
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -106,21 +121,26 @@ class ShardedGradients:
                 parameter.grad = self._aside.pop(parameter)
             self._averaged += without
             return
-        if self._find_unused:
-            self._send_agreed()
-        elif self._num_sent < len(self._order):
-            raise unused_error(
-                [self._names[p] for p, ready in zip(self._order, self._is_ready, strict=True) if not ready],
-                "ShardedStrategy",
-            )
-        for parameters in self._filling.values():
-            self._reduce(parameters)
-        averaged = [*self._settle()]
+        rest = self._agreed() if self._find_unused else self._complete()
+        for bucket in rest[:-1]:
+            self._reduce(bucket)
+        meter = self._group.meter
+        since = meter.mark(on_stream=any(bucket.members[0].is_cuda for bucket in self._buckets))
+        found = [(bucket, wait()) for bucket, wait in self._under_way]
+        for bucket in rest[-1:]:
+            found.append((bucket, self._reduce(bucket, is_last=True)()))
+        meter.waited(since)
+        averaged: list[Tensor] = []
+        for bucket, flat in found:
+            members = bucket.members if self._shows_all else bucket.own[0]
+            for parameter, average in zip(members, split(flat, members), strict=True):
+                parameter.grad = average.to_sparse(1) if self._sparse and parameter in self._sparse else average
+            averaged += members
         for parameter, gradient in self._aside.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-        self._averaged = [*dict.fromkeys([*averaged, *self._aside])]
-        self._num_sent, self._is_ready = 0, bytearray(len(self._order))
-        for each in (self._aside, self._filling, self._filled_bytes, self._under_way, self._sparse):
+        self._averaged = [*dict.fromkeys([*averaged, *self._aside])] if self._aside else averaged
+        self._num_sent = 0
+        for each in (self._before, self._aside, self._under_way, self._sparse):
             each.clear()
 
     def close(self) -> None:
@@ -128,64 +148,64 @@ class ShardedGradients:
         for hook in self._hooks:
             hook.remove()
 
-    def _gradient_is_ready(self, place: int, parameter: Any) -> None:
-        if self.accumulates or self._find_unused:
-            return
-        if self._is_ready[place]:
-            raise RuntimeError(
-                f"backward has come to {self._names[parameter]} twice, after its gradient was sent: backward is called "
-                "twice in a step, or layers that share parameters are checkpointed with use_reentrant=True. Call it "
-                "once, for the sum of the losses, pass use_reentrant=False, or use "
-                "ShardedStrategy(find_unused_parameters=True)"
-            )
-        self._is_ready[place] = True
-        while self._num_sent < len(self._order) and self._is_ready[self._num_sent]:
-            self._send(self._order[self._num_sent])
-            self._num_sent += 1
+    def _is_ready(self, parameter: Tensor) -> bool:
+        """Whether backward has come to a parameter."""
+        gradient = parameter.grad
+        return gradient is not None and not (self._before and self._before.get(parameter) == marks_of([gradient]))
 
-    def _send_agreed(self) -> None:
-        """Sends the gradients that any rank has; a rank without one sends zeros. A sum is dense if one of them is."""
-        kinds = torch.tensor([0 if p.grad is None else 1 if p.grad.is_sparse else 2 for p in self._order])
-        for parameter, kind in zip(self._order, self._group.all_reduce(kinds, "max").tolist(), strict=True):
-            if kind == 0:
-                continue
-            if parameter.grad is None:
+    def _send_complete(self, _: Any = None) -> None:
+        """Sends the next buckets but the last, as far as they are complete."""
+        while not self.accumulates and self._num_sent < len(self._buckets) - 1:
+            bucket = self._buckets[self._num_sent]
+            if not all(map(self._is_ready, bucket.members)):
+                return
+            self._num_sent += 1
+            self._reduce(bucket)
+
+    def _complete(self) -> list[Bucket]:
+        """The buckets that are left to send, all of which have all gradients."""
+        self._send_complete()
+        rest = self._buckets[self._num_sent :]
+        if missing := [self._names[p] for bucket in rest for p in bucket.members if not self._is_ready(p)]:
+            raise unused_error(missing, "ShardedStrategy")
+        sent = (p for bucket in self._buckets[: self._num_sent] for p in bucket.members)
+        if twice := [self._names[p] for p in sent if p.grad is not None]:
+            raise RuntimeError(
+                f"backward has come to {twice[0]} twice, after its gradient was sent: backward is called twice in a "
+                "step, or layers that share parameters are checkpointed with use_reentrant=True. Call it once, for the "
+                "sum of the losses, pass use_reentrant=False, or use ShardedStrategy(find_unused_parameters=True)"
+            )
+        return rest
+
+    def _agreed(self) -> list[Bucket]:
+        """Buckets of the gradients that any rank has; a rank without one sends zeros."""
+        order = [p for bucket in self._buckets for p in bucket.members]
+        kinds = torch.tensor([0 if p.grad is None else 1 if p.grad.is_sparse else 2 for p in order])
+        found = dict(zip(order, self._group.all_reduce(kinds, "max").tolist(), strict=True))
+        for parameter, kind in found.items():
+            if kind and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if kind == 1:
                 self._sparse.add(parameter)
-            self._send(parameter)
-
-    def _send(self, parameter: Parameter) -> None:
-        """Puts a gradient into a bucket, and sends the bucket when it is full."""
-        assert parameter.grad is not None
-        if parameter.grad.is_sparse:
-            self._sparse.add(parameter)
-        kind = parameter.dtype, parameter.device
-        self._filling.setdefault(kind, []).append(parameter)
-        filled = self._filled_bytes.setdefault(kind, [0] * self._group.size)
-        filled[self._owners[parameter]] += parameter.nbytes
-        if min(filled) >= self._bucket_bytes or sum(filled) >= MOST * len(filled) * self._bucket_bytes:
-            self._reduce(self._filling.pop(kind))
-            del self._filled_bytes[kind]
+        there = [(bucket, [p for p in bucket.members if found[p]]) for bucket in self._buckets]
+        return [
+            bucket if len(members) == len(bucket.members) else self._parts.bucket(members, self._owners)
+            for bucket, members in there
+            if members
+        ]
 
     @torch.no_grad()
-    def _reduce(self, parameters: Sequence[Parameter]) -> None:
+    def _reduce(self, bucket: Bucket, *, is_last: bool = False) -> Callable[[], Tensor]:
         """Begins to average gradients on their owners, or on all ranks."""
-        bucket = self._parts.bucket(parameters, self._owners)
-        gradients = [p.grad for p in bucket.members if p.grad is not None]
-        flat = torch.cat([(each.to_dense() if each.is_sparse else each).reshape(-1) for each in gradients])
-        del gradients
+        gradients: list[Tensor] = []
         for parameter in bucket.members:
-            parameter.grad = None
-        self._under_way.append((bucket, self._parts.reduce(bucket, flat, to_all=self._shows_all)))
-
-    def _settle(self) -> Iterator[Parameter]:
-        """Waits for the averages, and makes them the gradients of this rank's parameters, which it returns."""
-        meter = self._group.meter
-        since = meter.mark(on_stream=any(bucket.members[0].is_cuda for bucket, _ in self._under_way))
-        found = [(bucket.members if self._shows_all else bucket.own[0], wait()) for bucket, wait in self._under_way]
-        meter.waited(since)
-        for members, flat in found:
-            for parameter, average in zip(members, split(flat, members), strict=True):
-                parameter.grad = average.to_sparse(1) if parameter in self._sparse else average
-                yield parameter  # type: ignore[misc]
+            gradient, parameter.grad = parameter.grad, None
+            assert gradient is not None
+            if gradient.is_sparse:
+                self._sparse.add(parameter)
+                gradient = gradient.to_dense()
+            gradients.append(gradient)
+        wait = self._parts.reduce(bucket, gradients, to_all=self._shows_all, is_last=is_last)
+        if not is_last:
+            self._under_way.append((bucket, wait))
+        return wait

@@ -20,11 +20,11 @@ _FLAT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Said:
-    """What the members have said in a step: whether one asks for a meeting, the places of those that leave, and a
-    number of each member that has to be the same."""
+    """What the members have said in a step: whether one asks for a meeting; by their places, who wants to leave, and a
+    number that has to be the same."""
 
     wants_meeting: bool
-    leaving: list[int]
+    wants_to_leave: list[int]
     common: list[float]
 
 
@@ -94,7 +94,7 @@ class GradientAverage:
             if 0 < weight < 1 - 1e-9:  # of a batch that others had a share of
                 for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
                     gradient.div_(weight)
-            return Said(bool(members.wants_meeting()), [0] if members.wants_to_leave else [], [common])
+            return Said(bool(members.wants_meeting()), [members.wants_to_leave], [common])
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
             self._tensors, text = tensors, repr([(tensor.shape, tensor.dtype) for tensor in tensors])
             self._layout = zlib.crc32(text.encode())
@@ -132,8 +132,7 @@ class GradientAverage:
                     flat.values.div_(total)
                 for (place, view), has_value in zip(flat.views.items(), flat.has_value.tolist(), strict=True):
                     _give(parameters[place], view if has_value else None)
-        members.requeue_is_due = 2 in leaves
-        return Said(wants_meeting > 0, [place for place, leaves_now in enumerate(leaves) if leaves_now == 1], commons)
+        return Said(wants_meeting > 0, [*map(int, leaves)], commons)
 
     def _made_flats(self, num_parameters: int) -> list[_Flat]:
         """Flat tensors for the gradients and for the buffers, in shared memory if members share some; a collective."""

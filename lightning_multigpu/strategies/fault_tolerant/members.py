@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.request
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -51,6 +51,8 @@ _GONE = (
     f"the ranks (torchft_lighthouse), and name it by {LIGHTHOUSE} or lighthouse="
 )
 _OF_GLOO = ("gloo", "connection", "socket", "broken pipe", "timed out", "timeout", "aborted", "process group")
+
+_TOLD = re.compile(r'status: .*?message: "(.*?)".*')  # by torchft, in errors
 
 _runs = 0  # of this process
 
@@ -96,7 +98,7 @@ class Members:
         changed: called after each change of the members.
 
     Attributes:
-        processes: the members' ranks, in order, by a name of each process.
+        processes: the members' ranks, in order, by a name of each process: its rank, pid and torchft's name.
         has_joined: False while this rank waits to come in: it computes, and what it computes does not count.
         begins_anew: whether all ranks have been lost, and begin again from the last checkpoint.
         asks: whether members meet before the next sum.
@@ -136,6 +138,7 @@ class Members:
         main: Any = LAST_STORE[0] if LAST_STORE else main_store(run, limit, Connections())
         if not LAST_STORE:
             main.set_timeout(timedelta(seconds=limits.join_timeout_s))
+        self._supervisors = main
         self._job = PrefixStore(f"ft_ddp/{_runs}", main)
         _runs += 1
         # torchrun keeps the store, and starts all of its ranks again when one is lost: nothing there is of these.
@@ -161,7 +164,7 @@ class Members:
         self._url = url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
-        warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)  # torch's, in sending
+        warnings.filterwarnings("ignore", module=r"torchft\.")  # of torch, about how it sends a state
         self._manager = torchft().Manager(
             pg=self._group,
             load_state_dict=self._heal,
@@ -252,12 +255,18 @@ class Members:
 
         Raises:
             TimeoutError: fewer than ``min_replicas`` ranks for ``wait_for_replicas_s``.
-        RuntimeError: rank 0 is lost, and had the lighthouse.
+            RuntimeError: rank 0 is lost, and had the lighthouse.
         """
         begun_s, before, told = self._broken_s if self._is_broken else time.monotonic(), self.processes, False
         has_failed, self.healed = self._is_broken and self.has_joined, False
+        own = [f"meets/{process}" for process, rank in before.items() if rank == self.rank and has_failed]
+        for key in own:
+            self._job.set(key, "")
+        problem: str | None = None
         while True:
-            if has_failed:  # the lighthouse then gives the quorum a new number, and with it all a new group
+            if (
+                has_failed and problem is None
+            ):  # the lighthouse then gives the quorum a new number, and with it all a new group
                 self._manager.report_error(RuntimeError("a collective has failed"))
                 self._manager.should_commit()
             self._manager.load_state_dict({"step": self._step() + 1 if self.has_joined else 0, "batches_committed": 0})
@@ -270,7 +279,9 @@ class Members:
             except (RuntimeError, OSError) as error:  # it is away, or waits for slow ranks
                 if self._is_of_rank and isinstance(error, ConnectionRefusedError) and not self.wants_to_leave:
                     raise RuntimeError(_GONE) from error
-                problem: str | None = f"no quorum of the lighthouse {self._url} ({str(error).splitlines()[0]})"
+                why = _TOLD.sub(r"\1", str(error).splitlines()[0])
+                problem = f"no quorum of the lighthouse {self._url} ({why})"
+                self._is_broken, self._manager._quorum_future = True, None  # torchft would raise the error again
             else:
                 has_failed = self._manager.errored() is not None or self._is_broken
                 problem = None
@@ -285,6 +296,7 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
+                self._give_up([each for each in before if not self._job.check([f"meets/{each}"])], waited_s)
                 if self.wants_to_leave == 1:
                     raise left()
                 if waited_s > self._limits.wait_for_replicas_s:
@@ -293,10 +305,17 @@ class Members:
                     told = True
                     _say(f"rank {self.rank} waits at step {self._step()}: {problem}")
                 time.sleep(0.2)
+        for key in own:
+            self._job.delete_key(key)
         self._checked_s = time.monotonic()
         self.has_joined, self.asks = True, False
         self._note(before, self._checked_s - begun_s)
         self._error = None
+
+    def _give_up(self, processes: Iterable[str], waited_s: float) -> None:
+        """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``."""
+        for process in processes if waited_s > self._limits.straggler_timeout_s else ():
+            self._supervisors.set(f"late/{process.rpartition('/')[0]}", "")
 
     def finish_meeting(self) -> None:
         """Tells torchft that a sum has succeeded since; after a failure it would ask for a new group each time."""
@@ -315,6 +334,7 @@ class Members:
                 said = "; ".join([str(self._error), *getattr(self._error, "__notes__", [])])
                 _say(f"rank {self.rank}: a collective has failed at step {self._step()}, but no rank is lost: {said}")
             return
+        self._give_up(before.keys() - self.processes.keys(), seconds)
         self.generation += 1
         change = MemberChange(
             step=self._step(), time_s=time.time(), lost=lost, joined=joined, members=self.size, seconds=seconds
@@ -404,7 +424,7 @@ class Members:
             if is_fit and finished and self.talks:
                 self._main.set("finished", "")
             self._manager.shutdown()
-            del self._manager, self._main, self._job  # closed before others can join another main store
+            del self._manager, self._main, self._job, self._supervisors  # closed before others join another main store
             if finished and self.talks:
                 dist.barrier()
         except RuntimeError:
@@ -478,7 +498,8 @@ def _group_class() -> Any:
 
         def get_reconfigure_handle(self) -> str:
             place = f"{self._address}:{self._store.port}"
-            return json.dumps({"id": self._handle_id(), "store": place, "global_rank": self._members.rank})
+            own = {"id": self._handle_id(), "store": place, "global_rank": self._members.rank, "pid": os.getpid()}
+            return json.dumps(own)
 
         def reconfigure(self, opts: Any) -> Any:
             self._handles = opts.handles
@@ -506,7 +527,7 @@ def _group_class() -> Any:
                     self.shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None)
             slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
             set_group_timeout(slow, group)  # of what waits outside of steps
-            self._members.processes = {peer["id"]: peer["global_rank"] for peer in peers}
+            self._members.processes = {"{global_rank}/{pid}/{id}".format(**peer): peer["global_rank"] for peer in peers}
             return group
 
         def abort(self, errored: bool = True) -> None:

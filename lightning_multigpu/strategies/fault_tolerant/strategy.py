@@ -628,8 +628,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         if has_met:
             members.finish_meeting()
         self._values.check(said.common, self.gather_objects)
-        if said.leaving:
-            members.leave_without(said.leaving)
+        members.requeue_is_due = 2 in said.wants_to_leave
+        if 1 in said.wants_to_leave:
+            members.leave_without([place for place, wants in enumerate(said.wants_to_leave) if wants == 1])
         elif said.wants_meeting and not has_met:
             members.asks = True
 

@@ -216,9 +216,11 @@ class InTurns(Classifier):
         return super().forward(x + made[0] - 0.5 * made[1])
 
 
-def test_ranks_may_come_to_parameters_in_another_order(world2: World) -> None:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_ranks_may_come_to_parameters_in_another_order(world2: World, accumulate: int) -> None:
     """FairScale added up the gradients of different layers, and nothing said so."""
-    assert_trains_alike(world2, InTurns, "ddp_sharded", Case(max_epochs=1, strategy={"bucket_cap_mb": 0.0}))
+    case = Case(max_epochs=1, trainer={"accumulate_grad_batches": accumulate}, strategy={"bucket_cap_mb": 0.0})
+    assert_trains_alike(world2, InTurns, "ddp_sharded", case)
 
 
 class TwoTypes(Classifier):
@@ -360,6 +362,12 @@ class SharesALayer(TwoOptimizers):
         return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self, self.first)]
 
 
+class TwoPasses(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        super().training_step(batch, batch_idx).backward()  # type: ignore[no-untyped-call]
+        return super().training_step(batch, batch_idx)
+
+
 REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "LBFGS": (partial(OtherOptimizer, torch.optim.LBFGS), ValueError, "LBFGS evaluates the loss several times"),
     "a parameter of two optimizers": (SharesALayer, ValueError, r"optimizer 1 \(SGD\) and optimizer 0 both have a"),
@@ -368,6 +376,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         RuntimeError,
         r"does not depend on unused\.\w+, unused\.\w+, .*find_unused_parameters=True",
     ),
+    "two backward passes": (TwoPasses, RuntimeError, "twice, after its gradient was sent: backward is called twice"),
     "a fused optimizer that scales": (
         partial(OtherOptimizer, torch.optim.SGD, lr=0.1, fused=True),
         ValueError,
@@ -381,7 +390,7 @@ def test_what_cannot_be_sharded_is_refused(world2: World, name: str) -> None:
     make, error, words = REFUSED[name]
     scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     options: dict[str, Any] = {"precision": None, "plugins": [scaler]} if "scales" in name else {}
-    case = Case(max_epochs=1, precision="32-true")
+    case = Case(max_epochs=1, precision="32-true", strategy={"bucket_cap_mb": 0.0})
     world2.run_raising(error, words, lambda: fit(make(), 2, case, **options))
 
 

@@ -75,6 +75,8 @@ class Noted(L.LightningModule):
             )
             if is_here and self.trainer.global_step == fault["step"] and not self.trainer.sanity_checking:
                 self.note(lost=time.time())
+                if fault["signal"] == "hang":
+                    time.sleep(1000)
                 os.kill(os.getpid(), getattr(signal, fault["signal"]))
                 fault["step"] = -1
 

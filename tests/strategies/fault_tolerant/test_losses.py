@@ -189,15 +189,23 @@ def test_a_stop_of_a_rank_that_steps_alone(tmp_path: Path) -> None:
 
 
 def test_the_supervisor_starts_rank_0_again(tmp_path: Path) -> None:
-    """The whole way, as a user goes it: a script, a lighthouse, ranks, and the script's end in them alone."""
-    plan = {"trainer": {"max_epochs": -1, "max_steps": 200}, "faults": [fault(0, 6)], "pause_s": 0.03}
+    """The whole way, as a user goes it: a script, a lighthouse, ranks, and the script's end in them alone.
+
+    A rank that hangs lives, and two of two ranks are no majority for the lighthouse until the supervisor has ended it.
+    """
+    plan = {
+        "trainer": {"max_epochs": -1, "max_steps": 200},
+        "faults": [fault(0, 6, "hang")],
+        "options": {"straggler_timeout_s": 2},
+        "pause_s": 0.03,
+    }
     variables = {"PLAN": json.dumps(plan), "DIRECTORY": str(tmp_path)}
     done = launch_job.run(str(tmp_path), "-m", "tests.strategies.fault_tolerant.program", **variables)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"result{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first["step"] == 200
-    assert "was ended by SIGKILL, and is started again (1 of 10)" in done.stderr
+    assert "has kept the others waiting, which have given it up, and is started again (1 of 10)" in done.stderr
     assert "rank 0 is back" in done.stderr
 
 
