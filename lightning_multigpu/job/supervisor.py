@@ -7,7 +7,7 @@ has started the ranks, there is no supervisor.
 
     terminal -- starts --> supervisor of host 0             supervisor of host 1 -- starts --> its ranks
                              has the store, the lighthouse <--- a beat a second ---+
-                             | environment                ^ a pipe each: the end of a fit, or an exception
+                             | environment                ^ a file each: the end of a fit, or an exception
                              v                            |
                            ranks of host 0, which the kernel ends with their supervisor
 """
@@ -15,7 +15,6 @@ has started the ranks, there is no supervisor.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import ctypes
 import json
 import os
@@ -54,7 +53,7 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
-_SUPERVISOR = "LIGHTNING_MULTIGPU_SUPERVISOR"  # of a rank: pid of the supervisor, pipe to it
+_SUPERVISOR = "LIGHTNING_MULTIGPU_SUPERVISOR"  # of a rank: pid of the supervisor, descriptor of what it is told
 _POLL_S = 0.05
 _BEAT_S = 1.0
 _HOST_GONE_S = 60.0  # host 0 is gone if no beat has reached it for so long
@@ -63,7 +62,7 @@ _LONGEST_PAUSE_S = 30.0
 _SAME_PAUSE_S = 2.0  # in which other ranks raise the same exception too
 _SOON_S = 60.0  # a rank that ends sooner than this is started again after a pause, which grows
 _PR_SET_PDEATHSIG = 1
-_OF_RANK: list[int] = []  # in a rank: the pipe to its supervisor
+_OF_RANK: list[int] = []  # in a rank: that descriptor
 
 
 class SupervisorLauncher(SubprocessScriptLauncher):
@@ -168,24 +167,21 @@ class _Rank:
     polls_stopped: int = 0
     is_late: bool = False
     begun_s: float = 0.0
-    pipe: int = -1
-    told: bytes = b""
+    told: int = -1  # a file in memory, in which the process writes
 
     def start(self, environment: Mapping[str, str], local_rank: int) -> None:
-        self.pipe, writer = os.pipe()
-        os.set_blocking(self.pipe, False)
-        own = {"LOCAL_RANK": str(local_rank), STARTS: str(self.starts), _SUPERVISOR: f"{os.getpid()} {writer}"}
+        self.told = os.memfd_create("told")
+        own = {"LOCAL_RANK": str(local_rank), STARTS: str(self.starts), _SUPERVISOR: f"{os.getpid()} {self.told}"}
         command, directory = command_of_rank(local_rank)
         self.process = subprocess.Popen(
             command,
             cwd=directory,
             env={**os.environ, **environment, **own},
             stdin=subprocess.DEVNULL,
-            pass_fds=[writer],
+            pass_fds=[self.told],
             process_group=0,  # a terminal signals the supervisor alone, which forwards each signal once
         )
-        os.close(writer)
-        self.begun_s, self.due_s, self.told, self.polls_stopped = time.monotonic(), None, b"", 0
+        self.begun_s, self.due_s, self.polls_stopped = time.monotonic(), None, 0
         self.starts, self.is_late = self.starts + 1, False
 
     @property
@@ -194,10 +190,8 @@ class _Rank:
 
     def messages(self) -> list[Any]:
         """What the process has told so far: a failure, or {} for the end of a fit."""
-        with contextlib.suppress(BlockingIOError):
-            while more := os.read(self.pipe, 65536):
-                self.told += more
-        return [json.loads(line) for line in self.told.split(b"\n")[:-1]]
+        told = os.pread(self.told, os.fstat(self.told).st_size, 0)
+        return [json.loads(line) for line in told.split(b"\n")[:-1]]
 
     def watch(self) -> None:
         """Ends a process that is stopped for too long, or hangs."""
@@ -212,7 +206,7 @@ class _Rank:
         """Forgets the process, which has ended with the exit code ``code``; returns its failure."""
         assert self.process is not None
         messages, pid, self.process = self.messages(), self.process.pid, None
-        os.close(self.pipe)
+        os.close(self.told)
         if code > 0 and messages and messages[-1]:
             return Failure(**messages[-1])
         what = f"was stopped for {_STOPPED_S:g} s" if self.was_stopped else ended_text(code)
@@ -381,12 +375,12 @@ class Supervisor:
 
 def _follow_supervisor() -> None:
     """Has the kernel end this rank with its supervisor."""
-    pid, pipe = map(int, os.environ.pop(_SUPERVISOR).split())
+    pid, told = map(int, os.environ.pop(_SUPERVISOR).split())
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != pid:
         sys.exit(f"the supervisor of this rank, pid {pid}, has ended")
-    os.set_inheritable(pipe, False)
-    _OF_RANK[:] = [pipe]
+    os.set_inheritable(told, False)
+    _OF_RANK[:] = [told]
 
 
 def _tell(message: Mapping[str, Any]) -> bool:

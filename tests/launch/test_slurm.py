@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -32,13 +31,13 @@ def checkout(folder: Path) -> Path:
 
 
 class BatchJob:
-    def __init__(self, cluster: Slurm, folder: Path, nodes: int, *command: str, **variables: str) -> None:
+    def __init__(self, cluster: Slurm, folder: Path, nodes: int) -> None:
         self.cluster, self.folder = cluster, checkout(folder)
         options = ["--parsable", f"--nodes={nodes}", f"--ntasks-per-node={2 // nodes}", "--cpus-per-task=1"]
-        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
         path = {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-        command = command or (str(ROOT / "examples/slurm.sbatch"),)
-        self.number = cluster.run("sbatch", *options, *command, cwd=self.folder, **variables, **path).strip()
+        command = ["sbatch", *options, str(ROOT / "examples/slurm.sbatch")]
+        self.number = cluster.run(*command, cwd=self.folder, **address, **path).strip()
         assert self.number.isdigit(), self.number
         self.log = self.folder / f"slurm-{self.number}.out"
 
@@ -78,41 +77,10 @@ def test_a_batch_job(tmp_path: Path) -> None:
         job.wait_for_state("CANCELLED")
         cluster.wait_until(lambda: not any(map(is_rank, marked(str(cluster.folder)))), "the end of the ranks", job.log)
         assert "SIGTERM" in job.output
-
-        check_losses(cluster, tmp_path / "losses")
     assert_none_left(str(tmp_path / "slurm"), job.output)
-
-
-def check_losses(cluster: Slurm, folder: Path) -> None:
-    """Under ft_ddp a task that is killed is missed by srun alone; SLURM's signal reached a rank within its step."""
-    plan = {"trainer": {"max_epochs": -1}, "faults": [], "pause_s": 0.02, "validate": True}
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "PLAN": json.dumps(plan), "DIRECTORY": str(folder)}
-    srun = f"srun --kill-on-bad-exit=0 {sys.executable} -m tests.strategies.fault_tolerant.program"
-    job = BatchJob(cluster, folder, 2, "--requeue", f"--wrap={srun}", **variables)
-
-    def has_said(text: str) -> None:
-        cluster.wait_until(lambda: text in job.output, text, job.log)
-
-    notes = [folder / f"notes{rank}.jsonl" for rank in range(2)]
-    cluster.wait_until(lambda: all(each.exists() and each.stat().st_size for each in notes), "a step", job.log)
-    [second] = [p for p in marked(str(cluster.folder)) if is_rank(p, 1)]
-    second.kill()
-    has_said("1 of 2 ranks go on")
-    cluster.run("scancel", "--signal=USR1", job.number)
-    job.wait_for_state("PENDING")
-    cluster.run("scontrol", "update", f"JobId={job.number}", "StartTime=now")
-    has_said("Restored all states from the checkpoint")
-    [second] = [p for p in marked(str(cluster.folder)) if is_rank(p, 1)]
-    second.terminate()
-    has_said("rank 1 has left")
-    cluster.run("scancel", job.number)
-    job.wait_for_state("CANCELLED")
 
 
 def is_rank(process: psutil.Process, rank: int | None = None) -> bool:
     """Whether it is a task of SLURM that trains."""
     number = process.environ().get("SLURM_PROCID")
-    words = " ".join(process.cmdline())
-    return (
-        number in ("0", "1") and rank in (None, int(number)) and ("lightning-multigpu" in words or "-m tests" in words)
-    )
+    return number is not None and rank in (None, int(number)) and "lightning-multigpu" in " ".join(process.cmdline())

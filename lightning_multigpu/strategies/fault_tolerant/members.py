@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import socket
@@ -26,19 +24,18 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from lightning_multigpu._torch_compat import forget_failed_worlds, job_store, set_group_timeout
+from lightning_multigpu._torch_compat import job_store
 from lightning_multigpu._torchft import start_lighthouse, torchft
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.interface import interface_towards, own_address
 from lightning_multigpu.communication.rendezvous import Limit
-from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.joining import LAST_STORE, STARTS, main_store
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import LIGHTHOUSE, lighthouse_of
 from lightning_multigpu.report.document import MemberChange
+from lightning_multigpu.strategies.fault_tolerant.group import group_class
 
 _CONNECT_S = 5.0
 _MEETING_EVERY_S = 0.5
@@ -121,7 +118,7 @@ class Members:
         changed: Callable[[], None],
     ) -> None:
         global _runs
-        self.rank, self._world_size, self._limits = run.rank, run.world_size, limits
+        self.rank, self._world_size, self.limits = run.rank, run.world_size, limits
         self._step, self._changed = step, changed
         self.processes: dict[str, int] = {}
         self.history: list[MemberChange] = []
@@ -163,7 +160,7 @@ class Members:
         self._lighthouse, given = lighthouse_of(self._main, lighthouse, start)
         self._url = url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        self._group = _group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
+        self._group = group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
         warnings.filterwarnings("ignore", module=r"torchft\.")  # of torch, about how it sends a state
         self._manager = torchft().Manager(
             pg=self._group,
@@ -285,8 +282,8 @@ class Members:
             else:
                 has_failed = self._manager.errored() is not None or self._is_broken
                 problem = None
-                if not has_failed and self.size < self._limits.min_replicas:
-                    problem = f"{self.size} of min_replicas={self._limits.min_replicas} ranks are left"
+                if not has_failed and self.size < self.limits.min_replicas:
+                    problem = f"{self.size} of min_replicas={self.limits.min_replicas} ranks are left"
             if {*before} - {*self.processes} and self.is_over:
                 _say(f"rank {self.rank} ends at step {self._step()}: the others have ended the fit without it")
                 raise SystemExit(0)
@@ -299,8 +296,8 @@ class Members:
                 self._give_up([each for each in before if not self._job.check([f"meets/{each}"])], waited_s)
                 if self.wants_to_leave == 1:
                     raise left()
-                if waited_s > self._limits.wait_for_replicas_s:
-                    raise TimeoutError(f"{problem} for wait_for_replicas_s={self._limits.wait_for_replicas_s:g} s")
+                if waited_s > self.limits.wait_for_replicas_s:
+                    raise TimeoutError(f"{problem} for wait_for_replicas_s={self.limits.wait_for_replicas_s:g} s")
                 if not told:
                     told = True
                     _say(f"rank {self.rank} waits at step {self._step()}: {problem}")
@@ -314,7 +311,7 @@ class Members:
 
     def _give_up(self, processes: Iterable[str], waited_s: float) -> None:
         """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``."""
-        for process in processes if waited_s > self._limits.straggler_timeout_s else ():
+        for process in processes if waited_s > self.limits.straggler_timeout_s else ():
             self._supervisors.set(f"late/{process.rpartition('/')[0]}", "")
 
     def finish_meeting(self) -> None:
@@ -364,7 +361,7 @@ class Members:
         before, begun_s = self.processes, time.monotonic()
         self._group.shrink([each for each in range(self.size) if each not in leaving], -1 - self._step())
         # Until its last beat has become old the lighthouse would wait for the rank that has left.
-        self._checked_s = time.monotonic() + self._limits.heartbeat_timeout_s
+        self._checked_s = time.monotonic() + self.limits.heartbeat_timeout_s
         self._note(before, time.monotonic() - begun_s, gone="has left")
 
     # The last checkpoint, which all ranks resume from when all have been lost
@@ -405,8 +402,8 @@ class Members:
 
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
         """The limit of the sums of a step; after a meeting a rank may still be taking a member's state."""
-        healing_s = self._limits.straggler_timeout_s + 4 * size_bytes / _SLOWEST_BYTES_A_S if meets else 0.0
-        return self._limits.collective_timeout_s + healing_s
+        healing_s = self.limits.straggler_timeout_s + 4 * size_bytes / _SLOWEST_BYTES_A_S if meets else 0.0
+        return self.limits.collective_timeout_s + healing_s
 
     # Ending
 
@@ -482,65 +479,3 @@ def _all_lost(lighthouse: str, beat_s: float) -> str | None:
         if min(ages) < beat_s / 3 and time.time() - psutil.Process().create_time() > beat_s:
             return None
         time.sleep(0.1)
-
-
-def _group_class() -> Any:
-    """torchft's group of Gloo, as the default process group: that is what metrics and user code communicate over."""
-    groups = torchft("process_group")
-
-    class Group(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
-        def __init__(self, address: str, store: TCPStore, members: Members, timeout: timedelta) -> None:
-            super().__init__(timeout=timeout)
-            self._address, self._store, self._members = address, store, members
-            self._handles: list[str] = []
-            self._connections = Connections()
-            self.shared: HierarchicalAllReduce | None = None
-
-        def get_reconfigure_handle(self) -> str:
-            place = f"{self._address}:{self._store.port}"
-            own = {"id": self._handle_id(), "store": place, "global_rank": self._members.rank, "pid": os.getpid()}
-            return json.dumps(own)
-
-        def reconfigure(self, opts: Any) -> Any:
-            self._handles = opts.handles
-            return super().reconfigure(opts)
-
-        def shrink(self, kept: Sequence[int], uuid: int) -> None:
-            options = groups.ReconfigureOptions()
-            options.uuid, options.handles = uuid, [self._handles[each] for each in kept]
-            try:
-                self.reconfigure(options)
-            except RuntimeError:
-                self._members.split()
-
-        def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
-            forget_failed_worlds()
-            if rank == 0:  # the group, which outlives a run, keeps the store that it was made by
-                store = PrefixStore(f"torchft/{self._uuid}", self._store)
-            self._connections = Connections()
-            with self._connections.noted():
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
-            group: Any = dist.group.WORLD
-            peers = [json.loads(handle) for handle in self._handles]
-            if len({peer["store"].rpartition(":")[0] for peer in peers}) == 1 < world_size:
-                with contextlib.suppress(SharedMemoryUnavailableError):
-                    self.shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None)
-            slow = timedelta(seconds=self._members._limits.straggler_timeout_s)
-            set_group_timeout(slow, group)  # of what waits outside of steps
-            self._members.processes = {"{global_rank}/{pid}/{id}".format(**peer): peer["global_rank"] for peer in peers}
-            return group
-
-        def abort(self, errored: bool = True) -> None:
-            self._pg = None
-            self.leave_shared()  # without its abort: a slower member may still be in a sum that this one has ended
-            if dist.is_initialized():
-                self._connections.cut()  # wakes members that wait in a collective; abort does not
-                dist.group.WORLD.abort()  # type: ignore[union-attr]
-                dist.destroy_process_group()
-
-        def leave_shared(self) -> None:
-            if self.shared is not None:
-                self.shared.close()
-                self.shared = None
-
-    return Group

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import signal
 import sys
 import time
@@ -282,6 +283,29 @@ def test_torchrun(agents: int, tmp_path: Path) -> None:
     assert first["step"] >= 150
     for line in "all ranks were lost, and begin from", "rank 0 is back at step":
         assert (line in output) == ((agents == 1) == line.startswith("all"))
+
+
+def test_slurm(tmp_path: Path) -> None:
+    """Its signal ran Lightning's handler, which saves with all ranks, in one rank and within a step."""
+    faults = [fault(1, 6, "SIGUSR1"), fault(0, 8, "SIGUSR1"), fault(1, 15)]
+    plan = {"trainer": {"max_epochs": 3}, "faults": faults, "pause_s": 0.03}
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/requeued\n")
+    scontrol.chmod(0o755)
+    task = {"NTASKS": "2", "NTASKS_PER_NODE": "2", "JOB_NAME": "train", "JOB_ID": "7", "NODEID": "0", "NNODES": "1"}
+    variables = {
+        **{f"SLURM_{name}": value for name, value in task.items()},
+        **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "PLAN": json.dumps(plan)},
+        **{"DIRECTORY": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    }
+    with launch_job.Job(tmp_path) as job:
+        for rank in "01":
+            command = [sys.executable, "-m", program.__name__]
+            job.start(None, command, {**variables, "SLURM_PROCID": rank, "SLURM_LOCALID": rank})
+        assert [process.wait(60) for process in job.processes] == [0, -signal.SIGKILL], job.output(0)
+        assert "rank 1 is lost at step 15: 1 of 2 ranks go on" in job.output(0)
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt", weights_only=False)["global_step"] == 7
 
 
 def test_sigterm(tmp_path: Path) -> None:
