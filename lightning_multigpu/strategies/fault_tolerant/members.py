@@ -293,7 +293,7 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
-                self._give_up([each for each in before if not self._job.check([f"meets/{each}"])], waited_s)
+                self._give_up((each for each in before if not self._job.check([f"meets/{each}"])), waited_s)
                 if self.wants_to_leave == 1:
                     raise left()
                 if waited_s > self.limits.wait_for_replicas_s:
