@@ -256,14 +256,12 @@ class Members:
         """
         begun_s, before, told = self._broken_s if self._is_broken else time.monotonic(), self.processes, False
         has_failed, self.healed = self._is_broken and self.has_joined, False
-        own = [f"meets/{process}" for process, rank in before.items() if rank == self.rank and has_failed]
+        own = [f"meets/{process}" for process, rank in before.items() if rank == self.rank]
         for key in own:
             self._job.set(key, "")
         problem: str | None = None
         while True:
-            if (
-                has_failed and problem is None
-            ):  # the lighthouse then gives the quorum a new number, and with it all a new group
+            if has_failed and problem is None:  # the lighthouse then numbers the quorum anew, and all make a new group
                 self._manager.report_error(RuntimeError("a collective has failed"))
                 self._manager.should_commit()
             self._manager.load_state_dict({"step": self._step() + 1 if self.has_joined else 0, "batches_committed": 0})
