@@ -25,19 +25,17 @@ class Job:
 
     def __init__(self, directory: Path, plan: dict[str, Any], ranks: int = 2) -> None:
         self.directory, self.ranks = directory, ranks
-        self._store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
-        self._lighthouse = torchft("coordination").LighthouseServer(
-            bind="[::]:0", min_replicas=1, join_timeout_ms=60000, quorum_tick_ms=50, heartbeat_timeout_ms=1500
-        )
-        address = f"127.0.0.1:{self._lighthouse.address().rpartition(':')[2]}"
-        self._store.set("lighthouse", address)
+        self.store = TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
+        self.start_lighthouse(0)
+        address = f"127.0.0.1:{self.lighthouse.address().rpartition(':')[2]}"
+        self.store.set("lighthouse", address)
         self._environment = {
             **os.environ,
             "PYTHONPATH": f"{_REPOSITORY}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
             "OMP_NUM_THREADS": "1",
             "http_proxy": "http://127.0.0.1:9",  # as in many clusters; ranks talk to each other without it
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._store.port),
+            "MASTER_PORT": str(self.store.port),
             "NODE_RANK": "0",
             "WORLD_SIZE": str(ranks),
             "TORCHFT_LIGHTHOUSE": address,
@@ -49,6 +47,11 @@ class Job:
         self._files: list[Any] = []
         for rank in range(ranks):
             self.start(rank)
+
+    def start_lighthouse(self, port: int) -> None:
+        limits = {"join_timeout_ms": 60000, "quorum_tick_ms": 50, "heartbeat_timeout_ms": 1500}
+        bind = f"[::]:{port}"
+        self.lighthouse = torchft("coordination").LighthouseServer(bind=bind, min_replicas=1, **limits)
 
     def start(self, rank: int) -> None:
         own = {"LOCAL_RANK": str(rank), "LIGHTNING_MULTIGPU_STARTS": str(self._starts[rank])}
@@ -108,4 +111,4 @@ class Job:
             process.wait()
         for file in self._files:
             file.close()
-        self._lighthouse.shutdown()
+        self.lighthouse.shutdown()

@@ -248,6 +248,22 @@ def test_too_few_replicas(tmp_path: Path) -> None:
         assert torch.load(tmp_path / "ft_ddp-step=6.ckpt", weights_only=False)["global_step"] == 6
 
 
+def test_the_lighthouse_is_away(tmp_path: Path) -> None:
+    """All wait for it, also for longer than for a rank that is late, which none of them is."""
+    plan = {"trainer": {"max_epochs": 8}, "options": {"straggler_timeout_s": 2}, "pause_s": 0.03}
+    with Job(tmp_path, plan) as job:
+        while not job.notes(0):
+            time.sleep(0.05)
+        port = int(job.lighthouse.address().rpartition(":")[2])
+        job.lighthouse.shutdown()
+        time.sleep(4)
+        job.start_lighthouse(port)
+        assert job.run() == [0, 0]
+        assert_alike(job.results(), job)
+        assert "no quorum of the lighthouse" in job.output()
+        assert not any(job.store.check([f"late/{rank}/{job.processes[rank].pid}"]) for rank in range(2))
+
+
 def test_all_ranks_are_lost(tmp_path: Path) -> None:
     """Started again, they go on from the newest checkpoint."""
     faults = [fault(0, 25), fault(1, 25)]
