@@ -258,7 +258,7 @@ class Members:
         has_failed, self.healed = self._is_broken and self.has_joined, False
         own = [f"meets/{process}" for process, rank in before.items() if rank == self.rank]
         for key in own:
-            self._job.set(key, "")
+            self._job.set(key, "now")  # without an answer: behind a link that was cut it would take seconds
         problem: str | None = None
         while True:
             if has_failed and problem is None:  # the lighthouse then numbers the quorum anew, and all make a new group
@@ -291,7 +291,9 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
-                self._give_up((each for each in before if not self._job.check([f"meets/{each}"])), waited_s)
+                keys = {f"meets/{each}": each for each in before}
+                late = (keys[key] for key in keys if not self._job.check([key]) or self._job.get(key) != b"now")
+                self._give_up(late, waited_s)
                 if self.wants_to_leave == 1:
                     raise left()
                 if waited_s > self.limits.wait_for_replicas_s:
@@ -301,7 +303,7 @@ class Members:
                     _say(f"rank {self.rank} waits at step {self._step()}: {problem}")
                 time.sleep(0.2)
         for key in own:
-            self._job.delete_key(key)
+            self._job.set(key, "")
         self._checked_s = time.monotonic()
         self.has_joined, self.asks = True, False
         self._note(before, self._checked_s - begun_s)
