@@ -91,7 +91,7 @@ class GradientAverage:
         """
         members, size, tensors = self._members, self._members.size, [*parameters, *buffers]
         if size == 1:
-            if 0 < weight < 1 - 1e-9:  # of a batch that others had a share of
+            if weight > 0 and abs(weight - 1) > 1e-9:
                 for gradient in [parameter.grad for parameter in parameters if parameter.grad is not None]:
                     gradient.div_(weight)
             return Said(bool(members.wants_meeting()), [members.wants_to_leave], [common])

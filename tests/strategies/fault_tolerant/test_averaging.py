@@ -39,6 +39,18 @@ class Two:
             raise RuntimeError("a member is lost")
 
 
+def test_a_rank_alone_divides_by_its_weight() -> None:
+    """Weights from a function are no shares: gradients were as many times too large as a batch had tokens."""
+    members = Two()
+    members.size = 1
+    for weight in (0.5, 512.0):
+        parameter = nn.Parameter(torch.zeros(1))
+        parameter.grad = torch.tensor([2.0 * weight])
+        average = GradientAverage(cast(Members, members), Meter())
+        average.average([parameter], [], weight, common=0.0, counts=True, after_meeting=False)
+        assert parameter.grad.tolist() == [2.0]
+
+
 @pytest.mark.parametrize("clears", [True, False], ids=["new gradients", "gradients added to the last average"])
 def test_gradients_stay_until_a_sum_has_succeeded(clears: bool) -> None:
     members = Two()
