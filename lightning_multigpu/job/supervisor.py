@@ -127,9 +127,8 @@ class SupervisorLauncher(SubprocessScriptLauncher):
         limit = Limit(time.monotonic() + run.join_timeout_s, run.join_timeout_s, lambda: None)
         store = main_store(run, limit, Connections(), rank=run.node_rank)
         start = partial(self._start_lighthouse, store.host)
-        _lighthouse, url = lighthouse_of(
-            store, self._given, start if run.node_rank == 0 else None
-        )  # it serves till the end
+        # Named, so that it serves until the ranks have ended.
+        _lighthouse, url = lighthouse_of(store, self._given, start if run.node_rank == 0 else None)
         environment = {
             "MASTER_ADDR": store.host,
             "MASTER_PORT": str(run.environment.main_port),
@@ -155,7 +154,7 @@ class _Rank:
     """A rank of this host: its process, or None; when the next one starts, None for never; how and when the last ended.
 
     ``polls_stopped``: how often in a row it was seen stopped; a supervisor that is stopped as well sees nothing.
-    ``is_late``: whether the other ranks have given it up, which live and waited for it.
+    ``is_late``: whether it hangs: the other ranks have waited for it for too long.
     """
 
     rank: int
@@ -210,7 +209,7 @@ class _Rank:
         if code > 0 and messages and messages[-1]:
             return Failure(**messages[-1])
         what = f"was stopped for {_STOPPED_S:g} s" if self.was_stopped else ended_text(code)
-        what = "has kept the others waiting, which have given it up" if self.is_late else what
+        what = "hung while the others waited for it" if self.is_late else what
         return Failure(what, self.rank, host_name(), pid)
 
 

@@ -205,7 +205,7 @@ def test_the_supervisor_starts_rank_0_again(tmp_path: Path) -> None:
     first, second = (json.loads((tmp_path / f"result{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first["step"] == 200
-    assert "has kept the others waiting, which have given it up, and is started again (1 of 10)" in done.stderr
+    assert "hung while the others waited for it, and is started again (1 of 10)" in done.stderr
     assert "rank 0 is back" in done.stderr
 
 
