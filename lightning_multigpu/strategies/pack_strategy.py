@@ -91,6 +91,11 @@ class PackStrategy(Strategy):
             held_bytes=self.held_bytes,
         )
 
+    def _loss_scaler_scale(self) -> float:
+        """The factor of losses and gradients under 16-mixed, else 1."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
     def _showing_parts(self) -> AbstractContextManager[None]:
         """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
         return nullcontext()

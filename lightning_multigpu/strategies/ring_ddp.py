@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -162,7 +161,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             self.meter,
             ranks_per_host=self.num_processes,
             hook=None if given["ddp_comm_hook"] is None else (given["ddp_comm_state"], given["ddp_comm_hook"]),
-            warn=rank_zero_warn,
         )
         self._kept = {}
         if (outer := given["outer_optimizer"]) is not None:
@@ -309,20 +307,13 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in switches})
     if options["bucket_cap_mb"] is not None:
         option_checks.check_number("bucket_cap_mb", options["bucket_cap_mb"])
-    average_every = options["average_every"]
-    option_checks.check_number("average_every", average_every, whole=True)
-    given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
-    if (outer := options["outer_optimizer"]) is not None:
-        option_checks.check_outer(outer, average_every)
-    if average_every > 1 and given and (outer is None or options["ddp_comm_hook"] is not None):
-        raise ValueError(
-            f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
-            "models are averaged; leave one of the two out. An outer_optimizer sends changes, which can be compressed"
-        )
+    of_gradients = {name: options[name] for name in ("ddp_comm_hook", "compression") if options[name] is not None}
+    option_checks.check_averages(options["average_every"], options["outer_optimizer"], **of_gradients)
     if options["static_graph"] and (steps := of_all.get("verify_steps")):
         raise ValueError(
             f"verify_steps={steps} and static_graph=True: DDP would count the gradients of the comparison among those "
             "of the first step; leave one of the two out"
         )
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: both choose how gradients travel; leave one of the two out")
+    if len(of_gradients) > 1:
+        given = " and ".join(f"{name}={value!r}" for name, value in of_gradients.items())
+        raise ValueError(f"{given}: both choose how gradients travel; leave one of the two out")

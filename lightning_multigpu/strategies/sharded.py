@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
@@ -109,9 +108,7 @@ class ShardedStrategy(MultiGPUStrategy):
     def _setup_model(self, model: Module) -> Module:
         assert self.groups is not None
         self._group = self.metered(self.collectives.data.group, "shards")
-        reducer = GradientTransport().open(
-            self.groups, self.meter, ranks_per_host=self.num_processes, hook=None, warn=rank_zero_warn
-        )
+        reducer = GradientTransport().open(self.groups, self.meter, ranks_per_host=self.num_processes, hook=None)
         self._parts = OwnerParts(self._group, reducer.all_reduce)
         self._undo.callback(self._parts.close)
         if self._given["broadcast_buffers"]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -24,12 +23,14 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu._torchft import torchft
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import not_ignored
 from lightning_multigpu.engine.replaced_attributes import replaced
@@ -41,14 +42,13 @@ from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
-from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.dealing import Batches, DealtLoader, SharedLoader
 from lightning_multigpu.strategies.fault_tolerant.evaluation import repeat_after_losses
 from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError, is_of_gloo, left
 from lightning_multigpu.strategies.fault_tolerant.run_state import follow_members, given_state, take_state
-from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.run_view import RunView
+from lightning_multigpu.strategies.started_ranks import CHECKED_BATCHES, StartedRanks
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ _FAILURES = 20  # of the sums of one step
 _OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
-class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
+class FaultTolerantDDPStrategy(StartedRanks):
     """Data parallel training that goes on when a rank dies, hangs or loses its host; on torchft.
 
     Each rank trains on its share of the global batch. When one is lost the others go on after ``collective_timeout_s``
@@ -86,6 +86,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             Ranks that are lost are missed, and others come in, at the next average.
         outer_optimizer: steps with the average change of the weights, as under ``ring_ddp``; None averages the weights.
             A checkpoint has the states of the first rank's own optimizers.
+        compression: compress the gradients, or with ``outer_optimizer`` the changes, between hosts: "bf16" or "int8".
+            When the members change, errors of compression that were to be sent with the next step are dropped.
+        shared_memory: let ranks of one host sum through shared memory, as under ``ring_ddp``.
         activation_checkpointing: layers that backward computes again, as in
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
         options: what the Trainer passes, such as ``parallel_devices`` and ``checkpoint_io``.
@@ -95,8 +98,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     """
 
     strategy_name = "ft_ddp"
-    starts_ranks = True
-    pipeline_parallel_size = tensor_parallel_size = 1
     loss_scale = 1.0
 
     def __init__(
@@ -114,6 +115,8 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         check_replicas_every_n_steps: int | None = None,
         average_every: int = 1,
         outer_optimizer: str | dict[str, float] | None = None,
+        compression: str | None = None,
+        shared_memory: bool = True,
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
@@ -129,11 +132,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             )
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        option_checks.check_number("average_every", average_every, whole=True)
-        if outer_optimizer is not None:
-            option_checks.check_outer(outer_optimizer, average_every)
+        option_checks.check_bools(shared_memory=shared_memory)
+        option_checks.check_averages(average_every, outer_optimizer, compression=compression)
         super().__init__(**options)
-        self.num_nodes = 1
+        compressor = None if compression is None else make_compressor(compression)
+        self._transport = GradientTransport(compressor=compressor, shared_memory=shared_memory)
         self.meter = Meter()
         self.evaluates = False
         self.loss_reduction: LossReduction = loss_reduction
@@ -179,43 +182,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     # The ranks of the job
 
     @property
-    def is_distributed(self) -> bool:
-        """True: Lightning then injects a distributed sampler, and reduces logs with ``sync_dist=True``."""
-        return True
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Ranks on this host."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of ranks of the job, lost ones included."""
-        return max(1, self.num_nodes * self.num_processes)
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's place among them."""
-        return self.global_rank
-
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank}
-
-    @property
     @override
     def is_global_zero(self) -> bool:
         """Whether this rank writes checkpoints and logs: the first of those that live."""
         return self.global_rank == 0 if self._members is None else self._members.index == 0
 
     @property
+    @override
     def run_context(self) -> RunContext:
         assert self.cluster_environment is not None
         return RunContext(
@@ -227,11 +200,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             hang_report_s=None,
             join_timeout_s=self._given["join_timeout_s"],
         )
-
-    def set_world_ranks(self) -> None:
-        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
-        if self.cluster_environment is not None:
-            self.run_context.tell_ranks()
 
     # Starting and ending
 
@@ -287,6 +255,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         reset_seed()
         self._members = Members(
             *(self.run_context, self._given["lighthouse"], self._limits),
+            transport=self._transport,
             is_fit=trainer is not None and trainer.state.fn == TrainerFn.FITTING,
             give=lambda: (self._averages, given_state(trainer), self._outer_state()),
             take=lambda state: self._take(trainer, *state),
@@ -616,6 +585,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
                     [*self._tensors("_buffers"), *of_first],
                     weight,
                     common=self._values.number(),
+                    loss_scale=self._loss_scaler_scale(),
                     counts=not self._is_foreign,
                     after_meeting=has_met,
                 )

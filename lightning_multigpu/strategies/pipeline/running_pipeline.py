@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map, tree_map_only
@@ -117,7 +116,7 @@ class RunningPipeline:
             return None
         assert strategy.groups is not None
         reducer = strategy._transport.open(
-            strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None, warn=rank_zero_warn
+            strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None
         )
         control = strategy.metered(strategy.collectives.data.group, "control")
         strategy.reducer, strategy.buffers = reducer, ModuleBuffers(strategy._module, control)

@@ -9,15 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.members import Members
+
+OPTIONS: dict[str, Any] = {"common": 0.0, "loss_scale": 1.0, "counts": True, "after_meeting": False}
 
 
 class Two:
     """Two members with the same gradients, of which one is lost in the sums that are told."""
 
-    size, index, ranks, shared, wants_to_leave = 2, 0, (0, 1), None, False
+    size, index, ranks, wants_to_leave, all_reduce = 2, 0, (0, 1), False, HierarchicalAllReduce(None, None)
 
     def __init__(self) -> None:
         self.fails_at, self.sums = -1, 0
@@ -28,7 +31,7 @@ class Two:
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
         return 1.0
 
-    def sum(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
+    def sum(self, tensors: Sequence[Tensor], timeout_s: float, keys: Sequence[Any] = ()) -> None:
         self.sums += 1
         for tensor in tensors:
             if tensor.dtype == torch.float64:  # the header, to which the other one adds its numbers
@@ -47,7 +50,7 @@ def test_a_rank_alone_divides_by_its_weight() -> None:
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([2.0 * weight])
         average = GradientAverage(cast(Members, members), Meter())
-        average.average([parameter], [], weight, common=0.0, counts=True, after_meeting=False)
+        average.average([parameter], [], weight, **OPTIONS)
         assert parameter.grad.tolist() == [2.0]
 
 
@@ -58,8 +61,7 @@ def test_gradients_stay_until_a_sum_has_succeeded(clears: bool) -> None:
     parameter = nn.Parameter(torch.zeros(3))
 
     def averaged() -> list[float]:
-        options: dict[str, Any] = {"common": 0.0, "counts": True, "after_meeting": False}
-        average.average([parameter], [], 1.0, **options)
+        average.average([parameter], [], 1.0, **OPTIONS)
         assert parameter.grad is not None
         return parameter.grad.tolist()
 
