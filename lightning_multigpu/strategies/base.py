@@ -14,6 +14,7 @@ from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -51,8 +52,8 @@ from lightning_multigpu.placement.owned_step import OwnedStep
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.collectives import Collectives
 from lightning_multigpu.strategies.owned_optimizers import OwnedOptimizers
+from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.run_view import RunView
-from lightning_multigpu.strategies.started_ranks import CHECKED_BATCHES, StartedRanks
 from lightning_multigpu.strategies.steps.dry_run import check_share, check_takes_batch
 from lightning_multigpu.strategies.steps.hook_detection import reads_gradients
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
@@ -64,15 +65,17 @@ T = TypeVar("T")
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+CHECKED_BATCHES = {0, *(10**power for power in range(12))}  # batches of a fit in which ranks compare their parameters
 
 
-class MultiGPUStrategy(StartedRanks):
+class MultiGPUStrategy(PackStrategy, ParallelStrategy):
     """Base class of the strategies that start ranks.
 
     It starts and ends a run, distributes the batches, saves and loads checkpoints, and ends all ranks when one fails.
     Subclasses decide how gradients and layers travel.
 
-    Neighbouring ranks of the mesh differ in its last axis, as in the picture of :class:`HybridStrategy`.
+    The ranks are a mesh with the axes data, pipeline and tensor; neighbouring ranks differ in the last axis, as in the
+    picture of :class:`HybridStrategy`. By default all ranks are on the data axis.
 
     Args:
         accelerator: the accelerator; usually left to the Trainer.
@@ -114,6 +117,9 @@ class MultiGPUStrategy(StartedRanks):
             ``verify_steps``, in training and on all ranks, the gradients do not add up.
     """
 
+    starts_ranks = True
+    pipeline_parallel_size = 1
+    tensor_parallel_size = 1
     name_with_spawn: ClassVar[str | None] = None
     """The registered name, if there is one, under which this strategy spawns its ranks."""
 
@@ -149,6 +155,7 @@ class MultiGPUStrategy(StartedRanks):
             # dict() keeps jsonargparse from following the options into torch's DDP, whose arguments are not ours.
             **dict(options),
         )
+        self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout: timedelta | None = timeout if timeout is not None else DEFAULT_TIMEOUT
         self.meter = Meter()
@@ -227,6 +234,22 @@ class MultiGPUStrategy(StartedRanks):
     # The mesh
 
     @property
+    def is_distributed(self) -> bool:
+        """True: Lightning then injects a distributed sampler, and reduces logs with ``sync_dist=True``."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
     def groups(self) -> ProcessGroups | None:
         """The process groups of the run; None outside of one."""
         return self.collectives.groups
@@ -234,6 +257,35 @@ class MultiGPUStrategy(StartedRanks):
     @property
     def process_group_backend(self) -> str | None:
         return self._process_group_backend
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of data ranks: of different batches in one step."""
+        return max(1, self.num_nodes * self.num_processes // self._model_parallel_size)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """The index of this rank's batch among them."""
+        return self.global_rank // self._model_parallel_size
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The index of this rank's part of each split layer."""
+        return self.global_rank % self.tensor_parallel_size
+
+    @property
+    def _model_parallel_size(self) -> int:
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.run_context.tell_ranks()
 
     def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world.
@@ -323,8 +375,8 @@ class MultiGPUStrategy(StartedRanks):
         self._module.to(self.root_device)
 
     @property
-    @override
     def run_context(self) -> RunContext:
+        """The ranks, devices and limits of the run, as they are set now."""
         assert self.cluster_environment is not None
         return RunContext(
             environment=self.cluster_environment,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch.nn import Module
 
 from lightning_multigpu.communication.compression import CompressedAllReduce, Compressor
@@ -122,7 +122,7 @@ class GradientTransport:
         if any(problems):
             if inside is not None:
                 inside.close()
-            rank_zero_warn(
+            _warn(
                 f"gradients travel through sockets also between ranks of one host: {next(filter(None, problems))}. "
                 "shared_memory=False asks for that without this warning."
             )
@@ -132,7 +132,7 @@ class GradientTransport:
             ring = RingAllReduce(between_group)
             between = ring if self.compressor is None else CompressedAllReduce(between_group, self.compressor)
         elif self.compressor is not None:
-            rank_zero_warn(
+            _warn(
                 f"compression={self.compressor.name!r} has no effect: all ranks are on one host, where they share "
                 "memory. shared_memory=False compresses there too, and sends all sums through sockets."
             )
@@ -162,3 +162,8 @@ def _by_host(line: list[int], host_of: Callable[[int], object]) -> list[list[int
 def _alone(rank: int) -> int:
     """Each rank counts as a host."""
     return rank
+
+
+def _warn(text: str) -> None:
+    if dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)

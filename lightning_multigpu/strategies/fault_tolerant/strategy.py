@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -42,13 +43,14 @@ from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
+from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.dealing import Batches, DealtLoader, SharedLoader
 from lightning_multigpu.strategies.fault_tolerant.evaluation import repeat_after_losses
 from lightning_multigpu.strategies.fault_tolerant.members import Limits, Members, MembersLostError, is_of_gloo, left
 from lightning_multigpu.strategies.fault_tolerant.run_state import follow_members, given_state, take_state
+from lightning_multigpu.strategies.pack_strategy import PackStrategy
 from lightning_multigpu.strategies.run_view import RunView
-from lightning_multigpu.strategies.started_ranks import CHECKED_BATCHES, StartedRanks
 from lightning_multigpu.strategies.steps.user_steps import UserSteps
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ _FAILURES = 20  # of the sums of one step
 _OF_TRAINER = ("accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin")
 
 
-class FaultTolerantDDPStrategy(StartedRanks):
+class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     """Data parallel training that goes on when a rank dies, hangs or loses its host; on torchft.
 
     Each rank trains on its share of the global batch. When one is lost the others go on after ``collective_timeout_s``
@@ -98,6 +100,8 @@ class FaultTolerantDDPStrategy(StartedRanks):
     """
 
     strategy_name = "ft_ddp"
+    starts_ranks = True
+    pipeline_parallel_size = tensor_parallel_size = 1
     loss_scale = 1.0
 
     def __init__(
@@ -137,6 +141,7 @@ class FaultTolerantDDPStrategy(StartedRanks):
         super().__init__(**options)
         compressor = None if compression is None else make_compressor(compression)
         self._transport = GradientTransport(compressor=compressor, shared_memory=shared_memory)
+        self.num_nodes = 1
         self.meter = Meter()
         self.evaluates = False
         self.loss_reduction: LossReduction = loss_reduction
@@ -182,13 +187,43 @@ class FaultTolerantDDPStrategy(StartedRanks):
     # The ranks of the job
 
     @property
+    def is_distributed(self) -> bool:
+        """True: Lightning then injects a distributed sampler, and reduces logs with ``sync_dist=True``."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this host."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of ranks of the job, lost ones included."""
+        return max(1, self.num_nodes * self.num_processes)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank's place among them."""
+        return self.global_rank
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.global_rank}
+
+    @property
     @override
     def is_global_zero(self) -> bool:
         """Whether this rank writes checkpoints and logs: the first of those that live."""
         return self.global_rank == 0 if self._members is None else self._members.index == 0
 
     @property
-    @override
     def run_context(self) -> RunContext:
         assert self.cluster_environment is not None
         return RunContext(
@@ -200,6 +235,11 @@ class FaultTolerantDDPStrategy(StartedRanks):
             hang_report_s=None,
             join_timeout_s=self._given["join_timeout_s"],
         )
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.run_context.tell_ranks()
 
     # Starting and ending
 

@@ -18,12 +18,15 @@ OPTIONS: dict[str, Any] = {"common": 0.0, "loss_scale": 1.0, "counts": True, "af
 
 
 class Two:
-    """Two members with the same gradients, of which one is lost in the sums that are told."""
+    """Two members with the same gradients, of which one is lost in the sum with the number ``fails_at``.
+
+    With ``has_ones`` the other one's gradients are ones, and it has one of each parameter.
+    """
 
     size, index, ranks, wants_to_leave, all_reduce = 2, 0, (0, 1), False, HierarchicalAllReduce(None, None)
 
     def __init__(self) -> None:
-        self.fails_at, self.sums = -1, 0
+        self.fails_at, self.sums, self.has_ones = -1, 0, False
 
     def wants_meeting(self) -> bool:
         return False
@@ -36,6 +39,9 @@ class Two:
         for tensor in tensors:
             if tensor.dtype == torch.float64:  # the header, to which the other one adds its numbers
                 tensor[3::2] = tensor[2::2]
+                tensor[-1] += self.has_ones  # stands for which gradients there are
+            elif self.has_ones:
+                tensor.add_(1)
             else:
                 tensor.mul_(2)
         if self.sums == self.fails_at:
@@ -52,6 +58,15 @@ def test_a_rank_alone_divides_by_its_weight() -> None:
         average = GradientAverage(cast(Members, members), Meter())
         average.average([parameter], [], weight, **OPTIONS)
         assert parameter.grad.tolist() == [2.0]
+
+
+def test_a_gradient_that_another_rank_has() -> None:
+    members = Two()
+    members.has_ones = True
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    parameters[0].grad = torch.tensor([2.0])
+    GradientAverage(cast(Members, members), Meter()).average(parameters, [], 1.0, **OPTIONS)
+    assert [None if each.grad is None else each.grad.tolist() for each in parameters] == [[3.0], [1.0]]
 
 
 @pytest.mark.parametrize("clears", [True, False], ids=["new gradients", "gradients added to the last average"])
