@@ -393,7 +393,8 @@ class Members:
             inside_s = timeout_s + (0 if self.all_reduce.between is None else tensor.nbytes / _SLOWEST_BYTES_A_S)
             self.all_reduce.limit(timeout_s, inside_s=inside_s)
             self.all_reduce(tensor, key)
-        self._group.wait_slowly()
+        if self.all_reduce.between is not None:
+            self._group.wait_slowly()
 
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
         """The limit of the sums of a step; after a meeting a rank may still be taking a member's state."""
