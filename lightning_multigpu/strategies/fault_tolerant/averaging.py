@@ -35,7 +35,7 @@ class _Flat:
     """
 
     def __init__(self, tensors: dict[int, Tensor], *, is_of_gradients: bool, layout: int) -> None:
-        self.is_of_gradients = is_of_gradients
+        self.is_of_gradients = self.is_averaged = is_of_gradients
         sizes = [tensor.numel() for tensor in tensors.values()]
         self.values = torch.empty(sum(sizes), dtype=next(iter(tensors.values())).dtype)
         self.key = (layout, min(tensors)) if is_of_gradients and self.values.is_floating_point() else None
@@ -55,8 +55,8 @@ class _Flat:
 class GradientAverage:
     """Averages gradients over the members in flat buffers; ``.grad`` changes once the sums are there.
 
-    The module's buffers (BatchNorm's statistics, for example) travel too: all members get those of the first one. A
-    header, in float64, goes first::
+    The module's buffers (BatchNorm's statistics, for example) travel too: all members get those of the first one, or
+    averages. A header, in float64, goes first::
 
         [ weight | asks for a meeting | leaves, common, layout, given: a number for each member ]
 
@@ -79,6 +79,7 @@ class GradientAverage:
         common: float,
         loss_scale: float,
         counts: bool,
+        averages_buffers: bool,
         after_meeting: bool,
     ) -> Said:
         """Sums gradients and weights over the members, and divides one by the other unless the weights add up to 1.
@@ -88,6 +89,7 @@ class GradientAverage:
             common: a number that has to be the same on all members; see :class:`.CommonValues`.
             loss_scale: the factor of the next step's losses, for the errors of compression.
             counts: False if this rank's gradients are of other weights than the others'.
+            averages_buffers: average those of floating-point numbers, with the same weights.
             after_meeting: members may come late, with a state to take.
 
         Raises:
@@ -125,8 +127,12 @@ class GradientAverage:
                 for flat in flats:
                     if flat.is_of_gradients:
                         flat.fill([_local(parameters[place], view, counts) for place, view in flat.views.items()])
-                    else:
-                        flat.fill([tensors[place] if members.index == 0 else None for place in flat.views])
+                        continue
+                    flat.is_averaged = averages_buffers and flat.values.is_floating_point() and total > 0
+                    has_value = flat.is_averaged or members.index == 0
+                    flat.fill([tensors[place] if has_value else None for place in flat.views])
+                    if flat.is_averaged:
+                        flat.values.mul_(weight * counts)
                 members.sum([flat.values for flat in flats], timeout_s, [flat.key for flat in flats])
                 if parameters:
                     members.all_reduce.end_step(loss_scale)
@@ -135,14 +141,13 @@ class GradientAverage:
                 raise
         with torch.no_grad():
             for flat in flats:
-                if not flat.is_of_gradients:
-                    for place, view in flat.views.items():
-                        tensors[place].copy_(view)
-                    continue
-                if total > 0 and abs(total - 1) > 1e-9:
+                if flat.is_averaged and total > 0 and abs(total - 1) > 1e-9:
                     flat.values.div_(total)
                 for place, view in flat.views.items():
-                    _give(parameters[place], view if given[place] else None)
+                    if flat.is_of_gradients:
+                        _give(parameters[place], view if given[place] else None)
+                    else:
+                        tensors[place].copy_(view)
         return Said(wants_meeting > 0, [*map(int, leaves)], commons)
 
     def _made_flats(self, num_parameters: int) -> list[_Flat]:

@@ -598,10 +598,10 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _average(self, tensors: Callable[[], list[Tensor]], weight: float, of_first: Sequence[Tensor] = ()) -> None:
+    def _average(self, tensors: Callable[[], list[Tensor]], weight: float, further: Sequence[Tensor] = ()) -> None:
         """Averages ``.grad`` of tensors over the members, and over those that are left if one is lost meanwhile.
 
-        They all get the first member's values of the module's buffers, and of ``of_first``.
+        They all get the first member's values, or the averages, of the module's buffers and of ``further`` tensors.
         """
         members, module = self.members, self._module
         has_met, failures, self._has_averaged = False, 0, True
@@ -622,11 +622,12 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             try:
                 said = self._gradients.average(
                     tensors(),
-                    [*self._tensors("_buffers"), *of_first],
+                    [*self._tensors("_buffers"), *further],
                     weight,
                     common=self._values.number(),
                     loss_scale=self._loss_scaler_scale(),
                     counts=not self._is_foreign,
+                    averages_buffers=self._outer is not None,
                     after_meeting=has_met,
                 )
                 break
@@ -666,7 +667,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         assert self._outer is not None
         unfrozen = self._outer.step([*self._module.parameters()])
         if unfrozen:
-            self._average(list, 1.0, unfrozen)
+            self._average(list, 1 / self.members.size, unfrozen)
         self._steps_alone = 0
 
     def _outer_state(self) -> dict[str, Any]:

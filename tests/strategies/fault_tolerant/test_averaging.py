@@ -14,7 +14,8 @@ from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.members import Members
 
-OPTIONS: dict[str, Any] = {"common": 0.0, "loss_scale": 1.0, "counts": True, "after_meeting": False}
+FLAGS = {"counts": True, "averages_buffers": False, "after_meeting": False}
+OPTIONS: dict[str, Any] = {"common": 0.0, "loss_scale": 1.0, **FLAGS}
 
 
 class Two:
@@ -67,6 +68,17 @@ def test_a_gradient_that_another_rank_has() -> None:
     parameters[0].grad = torch.tensor([2.0])
     GradientAverage(cast(Members, members), Meter()).average(parameters, [], 1.0, **OPTIONS)
     assert [None if each.grad is None else each.grad.tolist() for each in parameters] == [[3.0], [1.0]]
+
+
+def test_buffers() -> None:
+    """Ranks that step alone got the first one's statistics, where ``ring_ddp`` averages them."""
+    members = Two()
+    members.index = 1  # the other one says that it has no weight, and no values
+    for averages, expected in (False, [0.0, 0]), (True, [6.0, 0]):
+        buffers = [torch.tensor(3.0), torch.tensor(7)]
+        options = {**OPTIONS, "averages_buffers": averages}
+        GradientAverage(cast(Members, members), Meter()).average([], buffers, 0.5, **options)
+        assert [buffer.item() for buffer in buffers] == expected
 
 
 @pytest.mark.parametrize("clears", [True, False], ids=["new gradients", "gradients added to the last average"])
