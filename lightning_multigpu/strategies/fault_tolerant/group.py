@@ -32,7 +32,7 @@ def group_class() -> Any:
             super().__init__(timeout=timeout)
             self._address, self._store, self._members, self._transport = address, store, members, transport
             self._handles: list[str] = []
-            self._connections = Connections()
+            self.connections = Connections()
             self.all_reduce = HierarchicalAllReduce(None, None)
 
         def get_reconfigure_handle(self) -> str:
@@ -56,10 +56,10 @@ def group_class() -> Any:
             forget_failed_worlds()
             if rank == 0:  # the group, which outlives a run, keeps the store that it was made by
                 store = PrefixStore(f"torchft/{self._uuid}", self._store)
-            self._connections = Connections()
+            self.connections = Connections()
             peers = [json.loads(handle) for handle in self._handles]
             hosts = [peer["store"].rpartition(":")[0] for peer in peers]
-            with self._connections.noted():
+            with self.connections.noted():
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
                 group: Any = dist.group.WORLD
                 everybody = [[*range(world_size)]]
@@ -82,7 +82,7 @@ def group_class() -> Any:
             self._pg = None
             self.all_reduce.close()  # without its abort: a slower member may still be in a sum that this one has ended
             if dist.is_initialized():
-                self._connections.cut()  # wakes members that wait in a collective; abort does not
+                self.connections.cut()  # wakes members that wait in a collective; abort does not
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 dist.destroy_process_group()
 

@@ -6,6 +6,7 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import urllib.request
 import warnings
@@ -41,6 +42,7 @@ from lightning_multigpu.strategies.fault_tolerant.group import group_class
 
 _CONNECT_S = 5.0
 _MEETING_EVERY_S = 0.5
+_LOOKS_EVERY_S = 0.5
 _ENDED_S = 0.2  # in which a killed process is gone, with all its ports
 _SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends, and of a link whose parts of a sum ranks of a host await
 
@@ -164,6 +166,8 @@ class Members:
         self._url = url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
         self._group = group_class()(own, own_store, self, transport, timedelta(seconds=limits.collective_timeout_s))
+        if run.num_nodes > 1:
+            threading.Thread(target=self._cut_silent, name="cut-silent", daemon=True).start()
         warnings.filterwarnings("ignore", module=r"torchft\.")  # of torch, about how it sends a state
         self._manager = torchft().Manager(
             pg=self._group,
@@ -395,6 +399,12 @@ class Members:
             self.all_reduce(tensor, key)
         if self.all_reduce.between is not None:
             self._group.wait_slowly()
+
+    def _cut_silent(self) -> None:
+        """Cuts connections to a host that does not answer, for which a collective outside of steps would wait long."""
+        while not self.has_ended:
+            self._group.connections.cut_silent(max(1.0, self.limits.collective_timeout_s))
+            time.sleep(_LOOKS_EVERY_S)
 
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
         """The limit of the sums of a step; after a meeting a rank may still be taking a member's state."""
