@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lightning_multigpu._torchft import start_lighthouse
+from lightning_multigpu.emulation import EmulatedHosts
 from lightning_multigpu.job.supervisor import LIGHTHOUSE
 from lightning_multigpu.report import document
 from tests.launch import job as launch_job
@@ -102,6 +103,14 @@ def assert_alike(results: dict[int, dict[str, Any]], job: Job, rel: float = 1e-9
     for result in results.values():
         assert result == first
     assert first["weights"] == pytest.approx(replayed(job), rel=rel)
+
+
+def await_text(path: Path, text: str, job: launch_job.Job, timeout_s: float = 30.0) -> None:
+    """Waits until a file has the text."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"no {text!r} in {path}:\n{job.output(0)}\n{job.output(1)}"
+        time.sleep(0.05)
 
 
 def fault(rank: int, step: int, signal: str = "SIGKILL", **options: Any) -> dict[str, Any]:
@@ -308,6 +317,26 @@ def test_torchrun(agents: int, tmp_path: Path) -> None:
     assert first["step"] >= 150
     for line in "all ranks were lost, and begin from", "rank 0 is back at step":
         assert (line in output) == ((agents == 1) == line.startswith("all"))
+
+
+@pytest.mark.hosts
+def test_a_host_that_is_cut_off(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    """Outside of a step, where ranks may be late, the other host waited until the link was back, or for a minute."""
+    faults = [fault(1, 20, "hang", where="validation")]
+    plan = {"trainer": {"max_epochs": 2}, "faults": faults, "validate": True, "pause_s": 0}
+    variables = {"PLAN": json.dumps(plan), "DIRECTORY": str(tmp_path), "LOCAL_WORLD_SIZE": "1"}
+    with launch_job.Job(tmp_path / "logs") as job:
+        for host in hosts:
+            job.start(host, [sys.executable, "-m", program.__name__], {**host.environment(), **variables})
+        await_text(tmp_path / "notes1.jsonl", "lost", job)
+        hosts.switch.run("ip", "link", "set", "port1", "down")
+        try:
+            await_text(tmp_path / "result0.json", "}", job)
+        finally:
+            hosts.switch.run("ip", "link", "set", "port1", "up")
+        assert "rank 1 is lost at step 20: 1 of 2 ranks go on" in job.output(0)
+    result = json.loads((tmp_path / "result0.json").read_text())
+    assert (result["step"], result["metrics"]["val_samples"]) == (20, 15)
 
 
 def test_slurm(tmp_path: Path) -> None:
