@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import repeat
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import psutil
@@ -276,6 +276,8 @@ class Members:
                 if has_failed and self._is_of_rank:
                     time.sleep(_ENDED_S)
                 _reach(self._url)
+                if shrinks and self._is_left_out():
+                    self.exit_behind()
                 self._manager.start_quorum(shrink_only=shrinks)
             except (RuntimeError, OSError) as error:  # it is away, or waits for slow ranks
                 if self._is_of_rank and isinstance(error, ConnectionRefusedError) and not self.wants_to_leave:
@@ -297,7 +299,7 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
-                keys = {f"meets/{each}": each for each in before}
+                keys = {} if self._is_left_out() else {f"meets/{each}": each for each in before}
                 late = (keys[key] for key in keys if not self._job.check([key]) or self._job.get(key) != b"now")
                 self._give_up(late, waited_s)
                 if self.wants_to_leave == 1:
@@ -314,6 +316,17 @@ class Members:
         self.has_joined, self.asks = True, False
         self._note(before, self._checked_s - begun_s)
         self._error = None
+
+    def _is_left_out(self) -> bool:
+        """Whether the others have gone on without this rank."""
+        if not self.has_joined or not self._job.check(["members"]):
+            return False
+        members = self._job.get("members").decode().split()
+        return any(rank == self.rank and process not in members for process, rank in self.processes.items())
+
+    def exit_behind(self) -> NoReturn:
+        """Ends this process, which would be at another place of the program than the others."""
+        sys.exit(f"ft_ddp: rank {self.rank} is behind, at another place of the program: it has to start again")
 
     def _give_up(self, processes: Iterable[str], waited_s: float) -> None:
         """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``."""
@@ -343,6 +356,8 @@ class Members:
             step=self._step(), time_s=time.time(), lost=lost, joined=joined, members=self.size, seconds=seconds
         )
         self.history.append(change)
+        if self.index == 0:
+            self._job.set("members", " ".join(self.processes))
         were_there = [rank for rank in self.ranks if rank not in joined]  # the first may be the one that is back
         if before and were_there[:1] == [self.rank]:
             go_on = f"{self.size} of {self._world_size} ranks go on after {seconds:.1f} s"

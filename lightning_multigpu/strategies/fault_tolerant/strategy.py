@@ -307,9 +307,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def _take(self, trainer: pl.Trainer, averages: bool, state: dict[str, Any], outer: dict[str, Any]) -> None:
         """Takes another rank's state, if both are at the same place of the program."""
         if not (averages and self._averages):
-            sys.exit(
-                f"ft_ddp: rank {self.global_rank} is behind, at another place of the program: it has to start again"
-            )
+            self.members.exit_behind()
         take_state(trainer, state)
         if self._outer is not None:
             self._load_further_state(outer)

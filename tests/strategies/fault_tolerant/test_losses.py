@@ -240,6 +240,26 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
         assert "rank 1 is back" in job.output()
 
 
+def test_a_rank_that_is_stopped_in_a_validation(tmp_path: Path) -> None:
+    """It waited for the others, which had gone on without it, and had their supervisor end them as if they hung."""
+    plan = {
+        "trainer": {"max_epochs": -1, "max_steps": 250},
+        "faults": [fault(1, 20, "SIGSTOP", where="validation")],
+        "options": {"straggler_timeout_s": 2},
+        "pause_s": 0.03,
+        "validate": True,
+    }
+    with Job(tmp_path, plan) as job:
+        job.wait_for_loss(1)
+        while max(note.get("step", 0) for note in job.notes(0)) < 25:
+            time.sleep(0.05)
+        job.processes[1].send_signal(signal.SIGCONT)
+        assert job.run(restarts=1) == [0, 0]
+        assert_alike(job.results(), job)
+        assert "rank 1 is behind, at another place of the program: it has to start again" in job.output()
+        assert "rank 1 is back" in job.output()
+
+
 def test_a_rank_that_is_overtaken(tmp_path: Path) -> None:
     """One that was stopped until the others had ended does not train alone."""
     plan = {"trainer": {"max_epochs": 2}, "faults": [fault(1, 6, "SIGSTOP")], "pause_s": 0}
