@@ -173,6 +173,14 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.verify_steps = verify_steps
         self._left_to_verify = 0
         self.owned = OwnedOptimizers()
+        self._options = {
+            "start_method": start_method,
+            "uneven_inputs": uneven_inputs,
+            "loss_reduction": loss_reduction,
+            "verify_steps": verify_steps,
+            "check_replicas_every_n_steps": check_replicas_every_n_steps,
+            "activation_checkpointing": activation_checkpointing,
+        }
         self._undo = ExitStack()  # of a run
         self._accumulates = False
         self._forget_run()
@@ -202,19 +210,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
     # What callbacks ask
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        """The options that this strategy runs with, for reports."""
-        return {
-            "start_method": self._start_method,
-            "uneven_inputs": self.feed.uneven_inputs,
-            "loss_reduction": self.feed.loss_reduction,
-            "verify_steps": self.verify_steps,
-            "check_replicas_every_n_steps": self.check_replicas_every,
-            "activation_checkpointing": self.steps.recomputed,
-        }
 
     @override
     def run_view(self) -> RunView:

@@ -40,6 +40,7 @@ class PackStrategy(Strategy):
     """What all strategies of the pack have beside Lightning's own interface."""
 
     meter: Meter
+    _options: dict[str, Any]
     _owned: Mapping[Optimizer, OwnedStep[Any]] = MappingProxyType({})
     """The optimizers whose states were dealt out to ranks or servers when this fit started, and their steps."""
     remote: RemoteValues | None = None
@@ -54,7 +55,7 @@ class PackStrategy(Strategy):
     @property
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
-        raise NotImplementedError
+        return self._options
 
     @property
     def devices_per_rank(self) -> int:

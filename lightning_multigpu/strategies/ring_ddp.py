@@ -91,6 +91,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._given = given = option_checks.own_options(RingDDPStrategy, locals())
         _check(given, options)
         super().__init__(**{name: given[name] for name in _OF_LIGHTNING}, **options)
+        self._options |= {name: value for name, value in given.items() if name not in _OF_LIGHTNING}
         self._transport = GradientTransport(
             bucket_cap_mb=bucket_cap_mb,
             compressor=None if compression is None else make_compressor(compression),
@@ -103,12 +104,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         super()._forget_run()
         self._models: ModelAverager | None = None  # with average_every
         self._outer: OuterOptimizer | None = None
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        given = {name: value for name, value in self._given.items() if name not in _OF_LIGHTNING}
-        return {**super().options, **given, **self._transport.options}
 
     @property
     @override

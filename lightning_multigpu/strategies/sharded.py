@@ -85,17 +85,13 @@ class ShardedStrategy(MultiGPUStrategy):
         option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
         super().__init__(**options)
         self._given = option_checks.own_options(ShardedStrategy, locals())
+        self._options |= self._given
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         # During a run:
         self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
         self._missed: list[Parameter] = []
         self._in_parts: list[Optimizer] = []  # of an earlier run that was interrupted, with this rank's states
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {**super().options, **self._given}
 
     # Setting up
 

@@ -136,11 +136,7 @@ class PipelineStrategy(MultiGPUStrategy):
     ) -> None:
         self.pipeline_options = PipelineOptions(**option_checks.own_options(PipelineStrategy, locals()))
         super().__init__(**options)
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {**super().options, **vars(self.pipeline_options)}
+        self._options |= vars(self.pipeline_options)
 
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
