@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,7 +30,7 @@ from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
-from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import not_ignored
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
@@ -39,7 +39,6 @@ from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
@@ -141,7 +140,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self._members: Members | None = None
         self._accumulates = self._averages = self._wants_stop = False
         self._handlers: dict[int, Any] = {}  # of signals, which this strategy has replaced
-        self._outer: OuterOptimizer | None = None  # with average_every
         self._steps_alone = 0
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
         self._forget_step()
@@ -170,11 +168,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             gather=self.gather_objects,
             member_changes=lambda: [] if self._members is None else self._members.history,
         )
-
-    @override
-    def held_bytes(self) -> HeldBytes:
-        held, outer = super().held_bytes(), 0 if self._outer is None else self._outer.held_bytes
-        return replace(held, optimizer_bytes=held.optimizer_bytes + outer)
 
     # The ranks of the job
 
@@ -663,17 +656,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         if self._outer is None:
             return {}
         return {**self._further_state(), "anchors": [anchor.detach() for anchor in self._outer.anchors.values()]}
-
-    @override
-    def _further_state(self) -> dict[str, Any]:
-        if self._outer is None:
-            return {}
-        return {OUTER_OPTIMIZER: self._outer.state(dict(self._module.named_parameters()))}
-
-    @override
-    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._outer is not None and OUTER_OPTIMIZER in checkpoint:
-            self._outer.load(dict(self._module.named_parameters()), checkpoint[OUTER_OPTIMIZER])
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
