@@ -141,7 +141,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     def _open(self) -> None:
         """Makes what moves gradients between the ranks of a run; a collective of the world."""
-        assert self.groups is not None
         given = self._given
         if given["broadcast_buffers"]:
             self.buffers = ModuleBuffers(self._module, self._data_axis, averages=given["average_every"] > 1)

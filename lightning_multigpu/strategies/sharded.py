@@ -103,7 +103,6 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        assert self.groups is not None
         self._group = self.metered(self.collectives.data.group, "shards")
         reducer = GradientTransport().open(
             self.groups, self.meter, ranks_per_host=self.num_processes, hook=None, warn=rank_zero_warn
@@ -258,7 +257,7 @@ class ShardedStrategy(MultiGPUStrategy):
         if self.world_size == 1 or optimizer not in self.owned.steps:
             return state
         if self.remote is None:
-            group = self.new_group("data", descending=True)  # its last rank is rank 0
+            group = self.groups.new("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
             self.remote = RemoteValues(messages, dist.get_rank(group))

@@ -171,7 +171,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     def _connect(self) -> None:
         """Starts the servers, unless they are external, and connects to them; a collective."""
-        assert self.groups is not None
         store = job_store()
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(

@@ -114,7 +114,6 @@ class RunningPipeline:
         strategy = self.strategy
         if strategy.data_parallel_size == 1:
             return None
-        assert strategy.groups is not None
         reducer = strategy._transport.open(
             strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None, warn=rank_zero_warn
         )
