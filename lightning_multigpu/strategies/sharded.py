@@ -16,7 +16,6 @@ from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.owner_parts import OwnerParts
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
@@ -88,7 +87,6 @@ class ShardedStrategy(MultiGPUStrategy):
         self._options |= self._given
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         # During a run:
-        self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
         self._missed: list[Parameter] = []
         self._in_parts: list[Optimizer] = []  # of an earlier run that was interrupted, with this rank's states
@@ -121,7 +119,6 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert self._group is not None
         self._in_parts.clear()
         self._check_optimizers()
         self._watch_given_gradients()
@@ -138,7 +135,6 @@ class ShardedStrategy(MultiGPUStrategy):
     def _transport(self, optimizer: Optimizer) -> ShardTransport:
         from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
-        assert self._group is not None
         return ShardTransport(optimizer, self._group, self._parts, self._bucket_bytes)
 
     def _check_optimizers(self) -> None:
@@ -161,7 +157,6 @@ class ShardedStrategy(MultiGPUStrategy):
 
     def _wrap(self) -> None:
         """Averages the gradients of the parameters that are trained from now on."""
-        assert self._group is not None
         module = self._module
         if self._gradients is not None:
             self._gradients.close()
@@ -186,7 +181,7 @@ class ShardedStrategy(MultiGPUStrategy):
             self.owned.end()
             if self._gradients is not None:
                 self._gradients.close()
-            self._group = self._gradients = None
+            self._gradients = None
             self._missed.clear()
             super().teardown()
 
@@ -223,7 +218,6 @@ class ShardedStrategy(MultiGPUStrategy):
     def _average_missed(self) -> None:
         """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
         assert self._trained is not None
-        assert self._group is not None
         missed = self._trained.missed(self.optimizers, self.gather_objects)
         for transport in self.owned.transports:
             for parameter in filter(transport.has, missed):
