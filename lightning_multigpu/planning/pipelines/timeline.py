@@ -183,16 +183,6 @@ def theoretical(
     return [tuple(Interval(w.kind, w.stage, w.micro_batch, *times[w]) for w in order) for order in orders]
 
 
-def same_work(
-    timelines: Sequence[Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
-) -> list[Timeline]:
-    """:func:`theoretical` with a unit that gives the ranks' total busy time in ``timelines``."""
-    busy_s = sum(i.seconds for timeline in timelines for i in timeline if i.kind in BUSY)
-    num_ranks = len(timelines)
-    unit_s = busy_s / (3 * num_ranks * stages_per_rank * num_micro_batches)
-    return theoretical(schedule, num_ranks, stages_per_rank, num_micro_batches, unit_s)
-
-
 def median_step(steps: Sequence[Sequence[StepTimeline]], hosts: Sequence[int]) -> list[StepTimeline]:
     """Each rank's timeline of the step with the median wall time, on the clock of the first rank.
 
