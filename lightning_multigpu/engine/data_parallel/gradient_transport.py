@@ -50,14 +50,6 @@ class GradientTransport:
     compressor: Compressor | None = None
     shared_memory: bool = True
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options about compression and shared memory, for reports."""
-        return {
-            "compression": None if self.compressor is None else self.compressor.name,
-            "shared_memory": self.shared_memory,
-        }
-
     def open(
         self,
         groups: Groups,

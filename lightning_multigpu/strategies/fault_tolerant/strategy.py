@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -32,7 +32,7 @@ from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
-from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import not_ignored
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
@@ -41,7 +41,6 @@ from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
@@ -124,7 +123,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
-        self._given = option_checks.own_options(FaultTolerantDDPStrategy, locals())
+        self._options = self._given = option_checks.own_options(FaultTolerantDDPStrategy, locals())
         option_checks.check_options(type(self).__name__, options, [*self._given, *_OF_TRAINER])
         for name, value in self._given.items():
             if name in ("min_replicas", "max_restarts") or name.endswith("_s"):
@@ -149,17 +148,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self._members: Members | None = None
         self._accumulates = self._averages = self._wants_stop = False
         self._handlers: dict[int, Any] = {}  # of signals, which this strategy has replaced
-        self._outer: OuterOptimizer | None = None  # with average_every
         self._steps_alone = 0
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
         self._forget_step()
 
     # What callbacks ask
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return dict(self._given)
 
     @property
     def members(self) -> Members:
@@ -178,11 +171,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             gather=self.gather_objects,
             member_changes=lambda: [] if self._members is None else self._members.history,
         )
-
-    @override
-    def held_bytes(self) -> HeldBytes:
-        held, outer = super().held_bytes(), 0 if self._outer is None else self._outer.held_bytes
-        return replace(held, optimizer_bytes=held.optimizer_bytes + outer)
 
     # The ranks of the job
 
@@ -672,17 +660,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         if self._outer is None:
             return {}
         return {**self._further_state(), "anchors": [anchor.detach() for anchor in self._outer.anchors.values()]}
-
-    @override
-    def _further_state(self) -> dict[str, Any]:
-        if self._outer is None:
-            return {}
-        return {OUTER_OPTIMIZER: self._outer.state(dict(self._module.named_parameters()))}
-
-    @override
-    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._outer is not None and OUTER_OPTIMIZER in checkpoint:
-            self._outer.load(dict(self._module.named_parameters()), checkpoint[OUTER_OPTIMIZER])
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
