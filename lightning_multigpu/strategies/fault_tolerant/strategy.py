@@ -382,12 +382,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             if self.evaluates and self._members is not None and self._members.has_joined and not self._members.talks:
                 raise MembersLostError("a rank is lost")
             return alone
+        begun_s = time.monotonic()
         try:
             found: T = call(group)
         except RuntimeError as error:
             if not is_of_gloo(error):
                 raise
-            self.members.split(error)
+            self.members.split(error, begun_s)
             if self.evaluates:
                 raise MembersLostError("a rank is lost") from error
             return alone
