@@ -21,7 +21,7 @@ from tests.world import free_port
 
 pytestmark = pytest.mark.launch
 
-DEADLINE_S = 60.0
+DEADLINE_S = 40.0  # a host that is gone is waited for longer
 
 
 class Supervised(Job):
@@ -32,8 +32,9 @@ class Supervised(Job):
         if hosts > 1:
             variables |= {"NUM_NODES": str(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [sys.executable, "-m", supervised_script.__name__, str(ranks), *plan]
+        options = {"cwd": self.directory, "start_new_session": True}  # so that a process group is its own
         self.begin_host = lambda node: self.start(
-            None, command, {**variables, **({"NODE_RANK": str(node)} if hosts > 1 else {})}, cwd=self.directory
+            None, command, {**variables, **({"NODE_RANK": str(node)} if hosts > 1 else {})}, **options
         )
         for node in range(hosts):
             self.begin_host(node)

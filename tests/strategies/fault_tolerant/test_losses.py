@@ -200,7 +200,7 @@ def test_the_supervisor_starts_rank_0_again(tmp_path: Path) -> None:
         "pause_s": 0.03,
     }
     variables = {"PLAN": json.dumps(plan), "DIRECTORY": str(tmp_path)}
-    done = launch_job.run(str(tmp_path), "-m", "tests.strategies.fault_tolerant.program", **variables)
+    done = launch_job.run(str(tmp_path), "-m", program.__name__, timeout_s=60.0, **variables)
     assert done.returncode == 0, done.stderr
     first, second = (json.loads((tmp_path / f"result{rank}.json").read_text()) for rank in range(2))
     assert first == second
