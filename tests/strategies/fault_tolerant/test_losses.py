@@ -122,21 +122,15 @@ def fault(rank: int, step: int, signal: str = "SIGKILL", **options: Any) -> dict
 
 
 def test_no_loss(tmp_path: Path) -> None:
+    """A rank that was started when the fit was over took all for lost, and trained alone from the newest checkpoint."""
     with Job(tmp_path, {"trainer": {"max_epochs": 2}, "pause_s": 0}) as job:
         assert job.run() == [0, 0]
         results = job.results()
         assert [result["step"] for result in results.values()] == [20, 20]
         assert_alike(results, job)
-        assert samples_of_epochs(job) == [Counter(range(SAMPLES))] * 2
-
-
-def test_a_rank_that_is_started_when_the_fit_is_over(tmp_path: Path) -> None:
-    """It took all ranks for lost, and trained alone from the newest checkpoint."""
-    with Job(tmp_path, {"trainer": {"max_epochs": 1}, "pause_s": 0}) as job:
-        assert job.run() == [0, 0]
         job.start(0)
         assert job.processes[0].wait(60) == 0
-        assert samples_of_epochs(job) == [Counter(range(SAMPLES))]
+        assert samples_of_epochs(job) == [Counter(range(SAMPLES))] * 2
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
@@ -157,9 +151,9 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert "Ranks that were lost, or came in:" in job.output()
 
 
-@pytest.mark.parametrize("validate", [{}, {"validate": True, "validates_first": True}])
-def test_a_rank_that_is_started_again(validate: dict[str, Any], tmp_path: Path) -> None:
+def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
     """Where a script validated before it fitted, the rank ended there, with status 0, and never came back."""
+    validate = {"validate": True, "validates_first": True}
     plan = {"trainer": {"max_epochs": -1}, "faults": [fault(1, 25)], "steps_after": 20, "unfreezes": 3, **validate}
     with Job(tmp_path, plan) as job:
         assert job.run(restarts=1) == [0, 0]
@@ -342,14 +336,14 @@ def test_sigterm(tmp_path: Path) -> None:
         assert "rank 0 has left at step 6" in job.output()
 
 
-@pytest.mark.parametrize("where", ["validation", "save"])
-def test_a_loss_outside_of_a_step(where: str, tmp_path: Path) -> None:
-    plan = {"trainer": {"max_epochs": 4}, "faults": [fault(0, 20, where=where)], "validate": True}
-    with Job(tmp_path, plan) as job:
-        job.run()
+def test_losses_outside_of_steps(tmp_path: Path) -> None:
+    """In a save, of the rank that writes, and in the next validation, which is repeated."""
+    faults = [fault(0, 14, where="save"), fault(1, 24, where="validation")]
+    with Job(tmp_path, {"trainer": {"max_epochs": 4}, "faults": faults, "validate": True}, ranks=3) as job:
+        assert job.run() == [-9, -9, 0]
         results = job.results()
         assert_alike(results, job)
-        validated = [note["validated"] for note in job.notes(1) if "validated" in note]
+        validated = [note["validated"] for note in job.notes(2) if "validated" in note]
         assert validated == [15.0] * 4, "one an epoch, also where that has more batches, of all samples"
-        assert Path(results[1]["best"][0]).exists()
+        assert Path(results[2]["best"][0]).exists()
         assert len(list((tmp_path / "checkpoints").iterdir())) == 3
