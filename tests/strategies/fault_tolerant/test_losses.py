@@ -134,20 +134,20 @@ def test_no_loss(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank(tmp_path: Path) -> None:
-    """The other goes on, with the samples that are left; the rank of the terminal is lost like another."""
-    with Job(tmp_path, {"trainer": {"max_epochs": 3}, "faults": [fault(0, 4)], "report": True}) as job:
+    """The others go on, with the samples that are left; the rank of the terminal is lost like another."""
+    with Job(tmp_path, {"trainer": {"max_epochs": 3}, "faults": [fault(0, 4)], "report": True}, ranks=3) as job:
         job.run()
         results = job.results()
-        assert [*results] == [1]
+        assert [*results] == [1, 2]
         assert_alike(results, job)
         assert pause_of(job, 1, 0) < 3
         first, *others = samples_of_epochs(job)
         assert set(first.values()) == {1}
         assert len(first) == SAMPLES - 2, "the batch in flight is lost, and no other sample"
         assert others == [Counter(range(SAMPLES))] * 2
-        assert "rank 0 is lost at step 4: 1 of 2 ranks go on" in job.output()
+        assert "rank 0 is lost at step 4: 2 of 3 ranks go on" in job.output()
         [change] = document.read(tmp_path / document.FILE_NAME).member_changes or []
-        assert (change.step, change.lost, change.joined, change.members) == (4, [0], [], 1)
+        assert (change.step, change.lost, change.joined, change.members) == (4, [0], [], 2)
         assert "Ranks that were lost, or came in:" in job.output()
 
 
