@@ -24,16 +24,7 @@ from lightning_multigpu.report import document
 from tests.launch import job as launch_job
 from tests.strategies.fault_tolerant import program
 from tests.strategies.fault_tolerant.job import Job
-from tests.strategies.fault_tolerant.program import (
-    EPOCHS,
-    LEARNING_RATE,
-    MOMENTUM,
-    Rows,
-    first_layer,
-    loss_of,
-    schedule,
-    unfreeze,
-)
+from tests.strategies.fault_tolerant.program import LEARNING_RATE, MOMENTUM, Rows, first_layer, loss_of, unfreeze
 from tests.world import free_port
 
 SAMPLES = 40
@@ -44,16 +35,14 @@ def replayed(job: Job, samples: int = SAMPLES, *, unfreezes: int | None = None) 
     layer, rows = first_layer(), Rows(samples)
     layer.bias.requires_grad_(unfreezes is None)
     optimizer = torch.optim.SGD(layer.parameters() if unfreezes is None else [layer.weight], LEARNING_RATE, MOMENTUM)
-    scheduler = schedule(optimizer)
+    scheduler = program.schedule(optimizer)
     steps: dict[int, tuple[int, dict[int, list[int]]]] = {}
     for rank in range(job.ranks):
         for note in job.notes(rank):
             if "step" in note:
                 epoch, ids = steps.setdefault(note["step"], (note["epoch"], {}))
                 assert epoch == note["epoch"]
-                assert ids.setdefault(rank, note["ids"]) == note["ids"], (
-                    "where all begin anew a step has the same batch"
-                )
+                assert ids.setdefault(rank, note["ids"]) == note["ids"], "another batch after a loss of all"
     assert sorted(steps) == [*range(1, len(steps) + 1)]
     epoch = 0
     for step in sorted(steps):
@@ -86,7 +75,8 @@ def replayed_rounds(job: Job, every: int) -> list[float]:
                 gradients = torch.autograd.grad(loss_of(own, rows.x[ids], rows.y[ids]), [*own.parameters()])
                 with torch.no_grad():
                     for parameter, gradient in zip(own.parameters(), gradients, strict=True):
-                        parameter.sub_(LEARNING_RATE * (1 + math.cos(math.pi * note["epoch"] / EPOCHS)) / 2 * gradient)
+                        rate = LEARNING_RATE * (1 + math.cos(math.pi * note["epoch"] / program.EPOCHS)) / 2
+                        parameter.sub_(rate * gradient)
             changes.append([a.detach() - b.detach() for a, b in zip(layer.parameters(), own.parameters(), strict=True)])
         for parameter, *of_ranks in zip(layer.parameters(), *changes, strict=True):
             parameter.grad = torch.stack(of_ranks).mean(0)
