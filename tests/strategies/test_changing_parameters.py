@@ -174,7 +174,7 @@ STORIES = {
 
 
 def train(story: Story, strategy: str | None, ranks: int = 2) -> dict[str, Tensor]:
-    case = Case(trainer=story.trainer, strategy=story.strategy)
+    case = Case(num_samples=24, trainer=story.trainer, strategy=story.strategy)
     make_module = partial(Frozen, story.change, story.hook)
     return trained_weights(make_module, strategy, ranks, case)["weights"]  # type: ignore[no-any-return]
 

@@ -182,7 +182,7 @@ class Metric(Wide):
 
 
 def text() -> Any:
-    texts = [torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(i)) for i in range(32)]
+    texts = [torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
     return [{"tokens": tokens[:-1], "targets": tokens[1:]} for tokens in texts]
 
 
