@@ -10,8 +10,6 @@ Protocol over the connection, one round a call; every message is a tuple that st
     ("close",)                           ---->   ends
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import functools

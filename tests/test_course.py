@@ -1,7 +1,5 @@
 """The pages "Exercises for a course" and "Port your project in ten minutes", as a reader runs them."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

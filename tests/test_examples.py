@@ -1,7 +1,5 @@
 """The examples, run as a user would run them: as scripts and from the configurations."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

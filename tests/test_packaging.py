@@ -1,7 +1,5 @@
 """What the package promises about itself: its needs, its layers, its public names, and that its documents keep up."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """DeviceUtilizationMonitor in real fits: what it logs, and that its thread ends on every way out."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 from typing import Any

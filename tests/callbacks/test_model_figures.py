@@ -1,7 +1,5 @@
 """Layers that a ProfilerReport times for plans: what they cost, what is refused, and that all is left alone."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any

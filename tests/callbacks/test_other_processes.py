@@ -1,7 +1,5 @@
 """What other processes take of a machine: readings, and shares of made-up readings."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 

@@ -4,8 +4,6 @@ What takes time sleeps, much longer than anything else, so that a busy machine f
 savings come true is measured by ``benchmarks/diagnosis.py``.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The options in remedies, which the strategy of the run takes; and the name and options under which it is reported."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """RunReport in real fits: the file, the table, and the ways in which a fit can end."""
 
-from __future__ import annotations
-
 import platform
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The phases of a step: each moment belongs to one."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_multigpu.callbacks.profile.profiled_steps import Span, partition, phase_of, seconds_of

@@ -1,7 +1,5 @@
 """``lightning-multigpu bench``: what is refused before any process starts, the helps, and what a header tells."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

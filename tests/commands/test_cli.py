@@ -1,7 +1,5 @@
 """The command line as a user meets it: what it accepts, and one clear message for what it does not."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """``lightning-multigpu emulate``: one command on every host, as root and as anybody else, with one exit status."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Values of options that several commands take."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_multigpu.commands.option_parser import strategies_of

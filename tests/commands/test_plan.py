@@ -1,7 +1,5 @@
 """``lightning-multigpu plan``: predictions of every strategy for a small module, from a machine that is made up."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from dataclasses import replace

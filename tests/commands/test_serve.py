@@ -1,7 +1,5 @@
 """Parameter servers that are started by hand."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

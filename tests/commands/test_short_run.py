@@ -1,7 +1,5 @@
 """Short runs: a module that trains alone, in a forked process, is profiled and stays as it was."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time

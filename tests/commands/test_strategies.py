@@ -1,7 +1,5 @@
 """``lightning-multigpu strategies``: the table."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

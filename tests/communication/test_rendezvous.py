@@ -1,7 +1,5 @@
 """Ranks that find each other, and every way in which they do not: as threads of this process on one store."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading

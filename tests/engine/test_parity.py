@@ -1,7 +1,5 @@
 """Gradients of two ways are compared relative to their norms; rounding is no difference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

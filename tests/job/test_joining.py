@@ -1,7 +1,5 @@
 """Ranks that cannot train together say so as soon as they meet, on every one of them and with the same message."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Sequence

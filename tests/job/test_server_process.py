@@ -1,7 +1,5 @@
 """A parameter server as a new interpreter; those of training runs in the tests are forked."""
 
-from __future__ import annotations
-
 import pickle
 from datetime import timedelta
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Costs of stages, the best split by them, and the predicted pipeline, compared with figures worked out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Gradients that the user's code sets or changes between backward and the optimizer's step."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any

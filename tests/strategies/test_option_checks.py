@@ -1,7 +1,5 @@
 """What is refused before processes start, and that each message names the value, the limit and the fix."""
 
-from __future__ import annotations
-
 import inspect
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The pieces of a traced module give together what the module gives; what cannot be cut is refused with the reason."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Callable

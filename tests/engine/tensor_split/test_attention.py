@@ -1,7 +1,5 @@
 """Attention whose heads are split computes what ``nn.MultiheadAttention`` computes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

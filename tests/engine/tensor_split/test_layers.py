@@ -1,7 +1,5 @@
 """Layers that are split over ranks compute what whole ones compute, and communicate once in each pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

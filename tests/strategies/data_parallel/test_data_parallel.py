@@ -1,7 +1,5 @@
 """dp: one process drives several devices. What it must compute is in the tests of every strategy; here is the rest."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """FairScale's sharded states: what ``ddp_sharded`` does beyond the contract of every strategy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 from contextlib import nullcontext

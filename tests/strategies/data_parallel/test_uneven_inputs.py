@@ -1,7 +1,5 @@
 """Ranks that run out of data at different times neither hang nor die, and gradients stay those of all samples."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

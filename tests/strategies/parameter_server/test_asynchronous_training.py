@@ -1,7 +1,5 @@
 """Asynchronous training through the Trainer: who decides, and that each sample is trained on once."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable

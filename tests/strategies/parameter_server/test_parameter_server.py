@@ -1,7 +1,5 @@
 """Optimizers on the host and on servers: what they do beyond the contract of every strategy."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What ``configure_model`` builds is built by each stage for itself, with the values that one device would give it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

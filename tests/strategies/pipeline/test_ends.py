@@ -1,7 +1,5 @@
 """What stands before and behind the layers lives on the stages that use it, and trains as on one device."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Hooks that clip or log by the norms of all gradients do on every stage what they do on one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

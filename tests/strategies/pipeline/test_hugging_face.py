@@ -4,8 +4,6 @@ They are built from a configuration: nothing is downloaded. Parts of them comput
 (RMSNorm, the loss), so the batches are such that splitting them only divides by powers of two.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Steps that keep something for later steps train as on one device, or are refused: stages must not read old values."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

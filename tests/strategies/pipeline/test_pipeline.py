@@ -1,7 +1,5 @@
 """What is particular to pipelines: micro-batches, random numbers, what a stage holds, and what it tells the others."""
 
-from __future__ import annotations
-
 import subprocess
 import warnings
 from collections.abc import Callable

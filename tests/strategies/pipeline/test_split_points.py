@@ -1,7 +1,5 @@
 """Modules of any form, cut at named submodules: they train as on one device, and each stage holds its own part."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Splits by measured time and memory: the cuts are where they should be, and nobody notices that it was measured."""
 
-from __future__ import annotations
-
 import random
 import time
 import weakref

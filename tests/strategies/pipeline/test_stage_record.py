@@ -1,7 +1,5 @@
 """What the profile of a real fit says about a pipeline: its passes, its bubble, and what each stage holds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L

@@ -1,7 +1,5 @@
 """Pipelines side by side with split layers in their stages train as one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
