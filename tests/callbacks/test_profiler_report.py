@@ -331,7 +331,4 @@ def test_the_functions_that_wait_for_a_gpu() -> None:
     waits = [event("cudaStreamSynchronize", 1.5, read), event("cudaStreamSynchronize", 0.5, copy)]
     alone = event("cudaDeviceSynchronize", 8.0)  # torch's profiler waits for the device at its end
     found = reads_of(SimpleNamespace(events=lambda: [step, read, copy, *waits, alone, read]))  # type: ignore[arg-type]
-    assert found == [
-        ReadValues("train.py(7): training_step", 2, 4.0),
-        ReadValues("metrics.py(3): update", 1, 0.5),
-    ]
+    assert found == [ReadValues("train.py(7): training_step", 2, 4.0), ReadValues("metrics.py(3): update", 1, 0.5)]

@@ -165,12 +165,7 @@ def main_store(
     check: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> MainStore:
-    values: dict[str, Any] = {
-        "is_one_host": False,
-        "is_kept": False,
-        "connections": Connections(),
-        **options,
-    }
+    values: dict[str, Any] = {"is_one_host": False, "is_kept": False, "connections": Connections(), **options}
     return MainStore(address, port, limit(timeout_s, check), rank=rank, **values)
 
 

@@ -69,10 +69,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: outer("adam"), "outer_optimizer='adam': pass 'nesterov', or a mapping of lr and momentum"),
     (lambda: outer({"rate": 1}), "outer_optimizer={'rate': 1}: pass 'nesterov'"),
     (lambda: outer({"lr": 0}), "outer_optimizer: lr=0 is out of range; pass a number above 0"),
-    (
-        lambda: outer({"momentum": 1.0}),
-        "outer_optimizer: momentum=1.0 is out of range; pass a number from 0 to",
-    ),
+    (lambda: outer({"momentum": 1.0}), "outer_optimizer: momentum=1.0 is out of range; pass a number from 0 to"),
     (lambda: outer({"momentum": -0.1}), "outer_optimizer: momentum=-0.1 is out of range"),
     (lambda: outer("nesterov", ddp_comm_hook=print), "average_every=2 and ddp_comm_hook=.* leave one of the two out"),
     (

@@ -172,10 +172,7 @@ def statistics_twice(net: Net, x: Tensor) -> Tensor:
         (writes_shared, r"stage 0 changes 'scale' in place, and the stages \[0, 1\] use it"),
         (statistics_twice, r"changes 'norm.running_mean' in place, and the stages \[0, 1\] use it"),
         (lambda net, x: (net.a(x), net.b(x))[1], "nothing that is computed before split point 1 is "),
-        (
-            lambda net, x: net.a(x).sum().item() * net.b(x),
-            "gives a SymFloat that is needed after it, ",
-        ),
+        (lambda net, x: net.a(x).sum().item() * net.b(x), "gives a SymFloat that is needed after it, "),
     ],
 )
 def test_what_cannot_be_cut_is_refused(forward: Forward, message: str) -> None:

@@ -29,16 +29,10 @@ class Job:
     """
 
     def __init__(
-        self,
-        *statements: str,
-        first_rank: int = 0,
-        failure_timeout_s: float = 4.0,
-        hang_report_s: float | None = None,
+        self, *statements: str, first_rank: int = 0, failure_timeout_s: float = 4.0, hang_report_s: float | None = None
     ) -> None:
         self.guardian = Guardian.start(
-            num_ranks=len(statements),
-            failure_timeout_s=failure_timeout_s,
-            hang_report_s=hang_report_s,
+            num_ranks=len(statements), failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s
         )
         address = self.guardian.address
         self.ranks = [start_rank(rank, text, address) for rank, text in enumerate(statements, first_rank)]

@@ -10,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    LambdaCallback,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -374,10 +368,7 @@ def test_a_program_goes_on_after_the_fit(world2: World) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"callbacks": [LearningRateFinder()]},
-            "LearningRateFinder: with mode='async' each batch of a rank is",
-        ),
+        ({"callbacks": [LearningRateFinder()]}, "LearningRateFinder: with mode='async' each batch of a rank is"),
         ({"data": {"one": loader(), "other": loader()}}, "there are several training loaders"),
         (
             {"accumulate_grad_batches": 4},

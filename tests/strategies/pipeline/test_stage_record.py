@@ -45,12 +45,7 @@ class Deep(L.LightningModule):
 
 
 def profiled(
-    batches: int = 5,
-    *,
-    active: int = 5,
-    activations: bool = False,
-    module: type[Deep] = Deep,
-    **options: Any,
+    batches: int = 5, *, active: int = 5, activations: bool = False, module: type[Deep] = Deep, **options: Any
 ) -> Any:
     callback = ProfilerReport(wait=0, active=active, activations=activations, **QUIET)
     data: Any = DataLoader([torch.ones(64, WIDTH)] * batches, batch_size=None)  # type: ignore[arg-type]
