@@ -27,7 +27,6 @@ from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from tests.world import World
 
 WIDTH = 8
-pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 
 
 class Block(nn.Module):

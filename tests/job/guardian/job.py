@@ -1,7 +1,5 @@
 """A job of plain processes under a guardian."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -37,7 +35,7 @@ class Job:
         address = self.guardian.address
         self.ranks = [start_rank(rank, text, address) for rank, text in enumerate(statements, first_rank)]
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> "Job":
         try:
             for rank in self.ranks:
                 assert line_of(rank) == "ready\n"

@@ -59,7 +59,7 @@ def clip_each(_: Any, module: L.LightningModule, optimizer: Any) -> None:
 
 def train(module: type[Classifier], strategy: Any, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     made = module()
-    trainer = fit_module(made, strategy, ranks, Case(max_epochs=1, num_samples=24, trainer=options))
+    trainer = fit_module(made, strategy, ranks, Case(max_epochs=1, num_samples=21, trainer=options))
     kept = [entry for each in trainer.optimizers for entry in each.state]
     return {
         "weights": state(made),

@@ -116,7 +116,6 @@ INPUT, INSIDE = 4 * 4 * WIDTH * 4, 4 * 4 * 4 * WIDTH * 4
         ("gpipe", False, 16 * (INPUT + INSIDE)),
         ("1f1b", False, 2 * (INPUT + INSIDE)),
         ("1f1b", True, 2 * INPUT),
-        ("1f1b", ["layers.4"], 2 * (INPUT + INSIDE)),
         ("interleaved", ["layers.1", "layers.6"], None),
     ],
 )
