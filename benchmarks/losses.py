@@ -8,7 +8,7 @@ With ``--only kill,stop save`` those that have one of the words in each of the a
 Every run has to reach its last step, with the same bits on all ranks, and to leave no process and no damaged file.
 
 ``python -m benchmarks.losses --kill-every 20 --minutes 10`` kills every rank in turn, and compares the validation loss
-at the end with that of an undisturbed run of as many epochs; ``--average-every 10`` under an outer optimizer.
+at the end with that of an undisturbed run of as many epochs; ``--strategy`` takes options of ft_ddp.
 
 The exit status is 1 if a run was wrong, or losses differ by more than 1 %.
 """
@@ -160,7 +160,7 @@ def nodes() -> int:
     return int(os.environ.get("NUM_NODES", 1))
 
 
-def train(directory: Path, pause_s: float, steps: int, epochs: int, average_every: int) -> None:
+def train(directory: Path, pause_s: float, steps: int, epochs: int, strategy: dict[str, Any]) -> None:
     """The script of the job; one of ``steps`` and ``epochs`` is -1."""
     torch.set_num_threads(1)
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # the supervisor forwards it to the ranks
@@ -173,9 +173,7 @@ def train(directory: Path, pause_s: float, steps: int, epochs: int, average_ever
     training = DataLoader(examples(8192, 1), batch_size=32, shuffle=True)
     validation = DataLoader(examples(1024, 2), batch_size=32)
     trainer = L.Trainer(
-        strategy=FaultTolerantDDPStrategy(
-            average_every=average_every, outer_optimizer="nesterov" if average_every > 1 else None
-        ),
+        strategy=FaultTolerantDDPStrategy(**strategy),
         accelerator="cpu",
         devices=RANKS // nodes(),
         num_nodes=nodes(),
@@ -371,7 +369,7 @@ def job(on_hosts: bool, options: argparse.Namespace, *arguments: str) -> Iterato
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="losses-")))
         hosts = stack.enter_context(EmulatedHosts(HOSTS)) if on_hosts else None
-        arguments = (*arguments, f"--average-every={options.average_every}")
+        arguments = (*arguments, f"--strategy={json.dumps(options.strategy)}")
         yield stack.enter_context(TrainedJob(directory, hosts, options.forked, *arguments))
 
 
@@ -474,12 +472,12 @@ def main() -> int:
     parser.add_argument("--kill-every", type=float, metavar="SECONDS")
     parser.add_argument("--minutes", type=float, default=10.0, help="of the run with --kill-every")
     parser.add_argument("--epochs", type=int, default=-1, help="of that run (30)")
-    parser.add_argument("--average-every", type=int, default=1, metavar="STEPS", help="that each rank takes alone")
+    parser.add_argument("--strategy", type=json.loads, default={}, metavar="JSON", help="options of ft_ddp")
     parser.add_argument("--forked", action="store_true", help="fork ranks from a process that has imported Lightning")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)  # in a rank
     options = parser.parse_args()
     if options.train is not None:
-        train(options.train, options.pause, options.steps, options.epochs, options.average_every)
+        train(options.train, options.pause, options.steps, options.epochs, options.strategy)
         return 0
     print(f"{heading()}\n# python -m benchmarks.losses {' '.join(sys.argv[1:])}", flush=True)
     return compare_kills(options) if options.kill_every else count_losses(options)

@@ -13,80 +13,60 @@ from functools import cache
 from typing import Any
 
 import torch
+
+# CUDA that is in use cannot be forked.
+from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork as check_cuda_fork
+
+# A script whose work is not under `if __name__ == "__main__"` would be run again by each spawned process.
+from lightning.fabric.strategies.launchers.multiprocessing import _check_missing_main_guard as check_main_guard
+
+# Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
 from lightning.fabric.strategies.launchers.multiprocessing import (
-    # CUDA that is in use cannot be forked.
-    _check_bad_cuda_fork as check_cuda_fork,
-)
-from lightning.fabric.strategies.launchers.multiprocessing import (
-    # A script whose work is not under `if __name__ == "__main__"` would be run again by each spawned process.
-    _check_missing_main_guard as check_main_guard,
-)
-from lightning.fabric.strategies.launchers.multiprocessing import (
-    # Parameters reach a spawned process in shared memory: each rank needs a copy of its own.
     _disable_module_memory_sharing as disable_module_memory_sharing,
 )
-from lightning.fabric.strategies.launchers.subprocess_script import (
-    # The command that runs this script again for a rank: see command_of_rank.
-    _basic_subprocess_cmd,
-    _hydra_subprocess_cmd,
-)
-from lightning.fabric.utilities.cloud_io import (
-    # What Lightning's loading of a checkpoint passes on to torch.load: see LOADS_WEIGHTS_ONLY.
-    _load as load_file,
-)
-from lightning.fabric.utilities.device_dtype_mixin import (
-    # Where a LightningModule keeps its device: see tell_device.
-    _DeviceDtypeModuleMixin,
-)
-from lightning.fabric.utilities.distributed import (
-    # What Lightning does to intra-op threads before a rank starts; without it ranks share all cores and crawl.
-    _set_num_threads_if_needed as set_num_threads_if_needed,
-)
-from lightning.fabric.utilities.imports import (
-    # Lightning's own test for notebooks and REPLs: our launcher must agree with the check in Trainer.
-    _IS_INTERACTIVE as IS_INTERACTIVE,
-)
+
+# The command that runs this script again for a rank: see command_of_rank.
+from lightning.fabric.strategies.launchers.subprocess_script import _basic_subprocess_cmd, _hydra_subprocess_cmd
+
+# What Lightning's loading of a checkpoint passes on to torch.load: see LOADS_WEIGHTS_ONLY.
+from lightning.fabric.utilities.cloud_io import _load as load_file
+
+# Where a LightningModule keeps its device: see tell_device.
+from lightning.fabric.utilities.device_dtype_mixin import _DeviceDtypeModuleMixin
+
+# What Lightning does to intra-op threads before a rank starts; without it ranks share all cores and crawl.
+from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
+
+# Lightning's own test for notebooks and REPLs: our launcher must agree with the check in Trainer.
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE as IS_INTERACTIVE
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
-from lightning.pytorch.loops.evaluation_loop import (
-    # A validation is repeated where a rank is lost in it.
-    _EvaluationLoop as EvaluationLoop,
-)
-from lightning.pytorch.loops.fit_loop import (
-    # The loops of a fit read `should_stop` between two hooks: ranks can agree on it only there.
-    _FitLoop as FitLoop,
-)
-from lightning.pytorch.loops.loop import (
-    _Loop,
-)
-from lightning.pytorch.loops.progress import (
-    # A rank takes over the counters of another one in the middle of an epoch, where loading a checkpoint would begin
-    # the epoch anew.
-    _BaseProgress,
-)
-from lightning.pytorch.loops.training_epoch_loop import (
-    _TrainingEpochLoop as TrainingEpochLoop,
-)
-from lightning.pytorch.strategies.launchers import (
-    # Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
-    # Trainer also checks for this class by name when it ends children after Ctrl-C.
-    _MultiProcessingLauncher as MultiProcessingLauncher,
-)
-from lightning.pytorch.strategies.launchers import (
-    _SubprocessScriptLauncher as SubprocessScriptLauncher,
-)
-from lightning.pytorch.strategies.launchers.multiprocessing import (
-    # What a spawned rank takes over from the process that starts it: random states, torch's deterministic settings.
-    _GlobalStateSnapshot as GlobalStateSnapshot,
-)
-from lightning.pytorch.trainer.call import (
-    # What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
-    _interrupt as interrupt,
-)
-from lightning.pytorch.utilities.exceptions import (
-    # Ends a fit in its middle as a regular one: teardown hooks run, and no hook is told of a failure. Lightning's Tuner
-    # raises it, and so do we.
-    _TunerExitException as EndOfRun,
-)
+
+# A validation is repeated where a rank is lost in it.
+from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
+
+# The loops of a fit read `should_stop` between two hooks: ranks can agree on it only there.
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop
+from lightning.pytorch.loops.loop import _Loop
+
+# A rank takes over the counters of another one in the middle of an epoch, where loading a checkpoint would begin
+# the epoch anew.
+from lightning.pytorch.loops.progress import _BaseProgress
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop as TrainingEpochLoop
+
+# Starts one copy of the script a rank; the command line of the copies (modules, hydra) is not public elsewhere.
+# Trainer also checks for this class by name when it ends children after Ctrl-C.
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as SubprocessScriptLauncher
+
+# What a spawned rank takes over from the process that starts it: random states, torch's deterministic settings.
+from lightning.pytorch.strategies.launchers.multiprocessing import _GlobalStateSnapshot as GlobalStateSnapshot
+
+# What Lightning does at Ctrl-C; in spawned ranks it does nothing of it.
+from lightning.pytorch.trainer.call import _interrupt as interrupt
+
+# Ends a fit in its middle as a regular one: teardown hooks run, and no hook is told of a failure. Lightning's Tuner
+# raises it, and so do we.
+from lightning.pytorch.utilities.exceptions import _TunerExitException as EndOfRun
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -104,11 +84,9 @@ WEIGHT_AVERAGES: tuple[type[Callback], ...] = tuple(
     getattr(callbacks, name) for name in ("StochasticWeightAveraging", "WeightAveraging") if hasattr(callbacks, name)
 )
 
+# The names of Lightning that other modules import from here.
 __all__ = [
-    "HOOKS_BEFORE_STEP",
     "IS_INTERACTIVE",
-    "LOADS_WEIGHTS_ONLY",
-    "WEIGHT_AVERAGES",
     "EndOfRun",
     "EvaluationLoop",
     "FitLoop",
@@ -116,26 +94,11 @@ __all__ = [
     "MultiProcessingLauncher",
     "SubprocessScriptLauncher",
     "TrainingEpochLoop",
-    "attributes_of_lightning",
-    "callback_metrics",
     "check_cuda_fork",
     "check_main_guard",
-    "command_of_rank",
-    "counters",
     "disable_module_memory_sharing",
-    "draws_graph",
-    "given_checkpoint",
-    "given_loaders",
-    "has_set_signal_handlers",
     "interrupt",
-    "is_compiled",
-    "logging_as",
-    "places_sampler",
-    "plain_optimizer",
-    "restore_handler_at_teardown",
     "set_num_threads_if_needed",
-    "tell_device",
-    "writes_logs_after_this_batch",
 ]
 
 

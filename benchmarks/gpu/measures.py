@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from benchmarks.gpu.training import world_of
 from lightning_multigpu.callbacks import ProfilerReport, RunReport
 from lightning_multigpu.communication.metering.clocks import clock_of
 from lightning_multigpu.engine.placeholder import Placeholder
-from lightning_multigpu.engine.training_memory import SavedActivations
+from lightning_multigpu.engine.training_memory import SavedActivations, held_bytes
 from tests.strategies.tasks import (
     NUM_CLASSES,
     NUM_FEATURES,
@@ -201,9 +200,10 @@ class Peak(Callback):
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        stages = trainer.strategy.stage_record()  # type: ignore[attr-defined]
-        if stages is not None:
-            self.predicted = asdict(stages.predicted)
+        strategy: Any = trainer.strategy
+        if strategy.stage_record() is not None:
+            held = [parameter for parameter in pl_module.parameters() if strategy.holds(parameter)]
+            self.predicted = vars(held_bytes(held, trainer.optimizers))
         if self._device.type == "cuda":
             self.all_bytes = torch.cuda.max_memory_allocated(self._device)
             allocated = torch.cuda.memory_allocated(self._device)

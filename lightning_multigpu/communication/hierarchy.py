@@ -18,12 +18,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Hashable
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_multigpu._torch_compat import set_group_timeout
 from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.ring import GATHER, REDUCE, RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import Bounds, SharedMemoryAllReduce
@@ -204,6 +206,13 @@ class HierarchicalAllReduce:
         """Frees the memory of all moved tensors; no rank may be reducing one."""
         if self.inside is not None:
             self.inside.forget_moved()
+
+    def limit(self, timeout_s: float, *, inside_s: float) -> None:
+        """Sets the seconds that this rank waits from now on: for a message between hosts, and for ranks of its host."""
+        if self.inside is not None:
+            self.inside.limit(inside_s)
+        if self._ring is not None:
+            set_group_timeout(timedelta(seconds=timeout_s), self._ring.messages.group)
 
     def end_step(self, loss_scale: float = 1.0) -> None:
         """Ends an optimizer step; compression then keeps the errors of the step. A collective."""

@@ -13,9 +13,12 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -26,7 +29,6 @@ from lightning_multigpu.job.guardian import Failure, GuardianClient, RankFailedE
 from lightning_multigpu.job.guardian.failure import text_of
 from lightning_multigpu.job.guardian.hang.flight_recorder import FlightRecorder
 from lightning_multigpu.job.loader_workers import ignoring_ends_of_workers
-from lightning_multigpu.job.lone_metrics import compute_alone
 from lightning_multigpu.job.run_signals import RunSignals
 from lightning_multigpu.job.uncaught_errors import EXIT, resume_advice
 
@@ -43,6 +45,7 @@ _CONNECTION_LOST = re.compile(
     re.IGNORECASE,
 )
 
+_failed_worlds: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 # The connection of this process to its guardian, from its first run until it has left a failed one.
 KEPT: list[GuardianClient] = []
@@ -163,7 +166,7 @@ class FailureWatch:
             failure = self.settle(error, run, step)
             EXIT.is_printed = self.is_lost
             if trainer is not None and trainer.lightning_module is not None:
-                compute_alone(trainer.lightning_module)
+                _compute_alone(trainer.lightning_module)
             self._trainer = trainer if run.node_rank == 0 and has_trained(trainer) else None
             raised = failure.exception() if failure is not None and isinstance(error, Exception) else error
             EXIT.after(raised, run.failure_timeout_s)
@@ -224,6 +227,24 @@ class FailureWatch:
         cut, self._cut = self._cut, None
         if cut is not None:
             cut()
+
+
+def _compute_alone(module: pl.LightningModule) -> None:
+    """Has the metrics of a module compute from this rank's states, until this process has another default group.
+
+    Callbacks that save at an exception read the monitored metric, which would wait for ranks that have ended.
+    """
+    if dist.is_initialized():
+        assert dist.group.WORLD is not None
+        _failed_worlds.add(dist.group.WORLD)
+        parts: Iterable[Any] = module.modules()
+        for part in parts:
+            if hasattr(part, "distributed_available_fn"):  # a torchmetrics.Metric
+                part.distributed_available_fn = partial(_is_available, part.distributed_available_fn)
+
+
+def _is_available(before: Callable[[], bool]) -> bool:
+    return dist.is_initialized() and dist.group.WORLD not in _failed_worlds and before()
 
 
 def has_trained(trainer: pl.Trainer | None) -> TypeGuard[pl.Trainer]:

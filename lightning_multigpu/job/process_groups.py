@@ -98,7 +98,8 @@ class ProcessGroups:
     def new(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
         """A further group over this rank's line of ``axis``; a collective of the whole world.
 
-        With ``descending`` the group has the ranks of the line in descending order.
+        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` it has the ranks of
+        the line in descending order.
         """
         lines = self.lines(axis)
         mine = self.over([line[::-1] for line in lines] if descending else lines, backend=backend)

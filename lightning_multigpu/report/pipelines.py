@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from lightning_multigpu.planning.pipelines.timeline import (
     Timeline,
     bubble,
     median_step,
-    same_work,
+    theoretical,
     usage,
 )
 from lightning_multigpu.report.schedule_picture import draw
@@ -66,7 +67,9 @@ class TimedPipeline:
     @property
     def theory(self) -> list[Timeline]:
         """The same work in equal stages, whose messages take no time."""
-        return same_work(self.timelines, self.schedule, self.stages_per_rank, self.num_micro_batches)
+        shape = len(self.timelines), self.stages_per_rank, self.num_micro_batches
+        busy_s = sum(i.seconds for timeline in self.timelines for i in timeline if i.kind in BUSY)
+        return theoretical(self.schedule, *shape, unit_s=busy_s / (3 * math.prod(shape)))
 
     def figures(self) -> PipelineFigures:
         """The step for its diagnosis.

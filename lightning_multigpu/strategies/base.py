@@ -173,6 +173,14 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self.verify_steps = verify_steps
         self._left_to_verify = 0
         self.owned = OwnedOptimizers()
+        self._options = {
+            "start_method": start_method,
+            "uneven_inputs": uneven_inputs,
+            "loss_reduction": loss_reduction,
+            "verify_steps": verify_steps,
+            "check_replicas_every_n_steps": check_replicas_every_n_steps,
+            "activation_checkpointing": activation_checkpointing,
+        }
         self._undo = ExitStack()  # of a run
         self._accumulates = False
         self._forget_run()
@@ -202,19 +210,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         return list(dict.fromkeys(names))  # a subclass may repeat an option of its base
 
     # What callbacks ask
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        """The options that this strategy runs with, for reports."""
-        return {
-            "start_method": self._start_method,
-            "uneven_inputs": self.feed.uneven_inputs,
-            "loss_reduction": self.feed.loss_reduction,
-            "verify_steps": self.verify_steps,
-            "check_replicas_every_n_steps": self.check_replicas_every,
-            "activation_checkpointing": self.steps.recomputed,
-        }
 
     @override
     def run_view(self) -> RunView:
@@ -250,8 +245,9 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
-    def groups(self) -> ProcessGroups | None:
-        """The process groups of the run; None outside of one."""
+    def groups(self) -> ProcessGroups:
+        """The process groups, during a run."""
+        assert self.collectives.groups is not None
         return self.collectives.groups
 
     @property
@@ -286,15 +282,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         """Tells the cluster environment and Lightning's rank-zero helpers which rank this is."""
         if self.cluster_environment is not None:
             self.run_context.tell_ranks()
-
-    def new_group(self, axis: str, *, backend: str | None = None, descending: bool = False) -> dist.ProcessGroup:
-        """A further group over this rank's line of ``axis``; a collective of the whole world.
-
-        It is destroyed at the end of the run, and aborted when a rank fails. With ``descending`` its ranks are in
-        descending order.
-        """
-        assert self.groups is not None
-        return self.groups.new(axis, backend=backend, descending=descending)
 
     @property
     def _data_axis(self) -> MeteredGroup:
@@ -480,7 +467,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         if is_fit:
             check_has_shapes(module)
         check_loaders(trainer)
-        if self.groups is not None:
+        if self.collectives.groups is not None:
             check_model(module, self.collectives.world)
         if self.data_parallel_size > 1 and is_fit:
             check_embeddings(module)  # those of configure_model too
@@ -624,7 +611,7 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
 
     def _settle_buffers(self) -> None:
         """Gives all ranks the same buffers, where the family keeps them equal; a collective."""
-        if self.buffers is not None and self.groups is not None and not self.failure_watch.failed:
+        if self.buffers is not None and self.collectives.groups is not None and not self.failure_watch.failed:
             self.buffers.settle()
 
     @override
@@ -649,11 +636,6 @@ class MultiGPUStrategy(PackStrategy, ParallelStrategy):
         self._check_replicas()
         self.signals.training_ends(self.gather_objects)
         self._settle_buffers()
-
-    def _loss_scaler_scale(self) -> float:
-        """The factor of losses and gradients under 16-mixed, else 1."""
-        scaler = getattr(self.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def on_optimizer_step_end(self) -> None:
         """For communication after an optimizer step, as a part of that step."""

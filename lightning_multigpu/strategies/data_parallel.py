@@ -105,6 +105,7 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self._options = {"loss_reduction": loss_reduction, "activation_checkpointing": activation_checkpointing}
         self.meter = Meter()
         # The Trainer sets these attributes if a strategy has them.
         self.parallel_devices = parallel_devices
@@ -117,15 +118,6 @@ class DataParallelStrategy(PackStrategy, SingleDeviceStrategy):
         self._threads: ReplicaThreads | None = None
         self._intra_op_threads: int | None = None
         self._seen: set[str] = set()  # the steps that have run
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        """The options that this strategy runs with, for reports."""
-        return {
-            "loss_reduction": self._loss_reduction,
-            "activation_checkpointing": self._activation_checkpointing,
-        }
 
     @property
     def devices(self) -> list[torch.device]:

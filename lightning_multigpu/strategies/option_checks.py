@@ -156,8 +156,18 @@ def check_pipeline(run: RunContext, num_stages: int, *, sync_batchnorm: bool, fe
         )
 
 
-def check_outer(outer: object, average_every: int) -> None:
-    """Raises ValueError if ``outer_optimizer`` is none that there is, or has nothing to step with."""
+def check_averages(average_every: int, outer: object, **of_gradients: object) -> None:
+    """Raises ValueError for options of steps alone that are out of range, or do not fit those about gradients."""
+    check_number("average_every", average_every, whole=True)
+    for name, value in of_gradients.items():
+        if average_every > 1 and value is not None and (outer is None or name != "compression"):
+            raise ValueError(
+                f"average_every={average_every} and {name}={value!r}: that works on gradients, which do not travel "
+                "when models are averaged; leave one of the two out. An outer_optimizer sends changes, which can be "
+                "compressed"
+            )
+    if outer is None:
+        return
     if outer != "nesterov" and not (isinstance(outer, Mapping) and {*outer} <= {"lr", "momentum"}):
         raise ValueError(f"outer_optimizer={outer!r}: pass 'nesterov', or a mapping of lr and momentum")
     for name, value in outer.items() if isinstance(outer, Mapping) else ():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import replace
 from functools import wraps
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu.communication.metering.meter import Meter
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import check_belong, check_owned
 from lightning_multigpu.engine.optimizer_state import plain_state
 from lightning_multigpu.engine.placeholder import Placeholder
@@ -40,6 +40,7 @@ class PackStrategy(Strategy):
     """What all strategies of the pack have beside Lightning's own interface."""
 
     meter: Meter
+    _options: dict[str, Any]
     _owned: Mapping[Optimizer, OwnedStep[Any]] = MappingProxyType({})
     """The optimizers whose states were dealt out to ranks or servers when this fit started, and their steps."""
     remote: RemoteValues | None = None
@@ -50,11 +51,13 @@ class PackStrategy(Strategy):
     """Whether a rank keeps a part of a checkpoint only, and so reads no more of the file."""
     _spare_bytes = 0
     """Bytes of buffers in which gradients travel."""
+    _outer: OuterOptimizer | None = None
+    """Steps with the average change of the weights of ranks that step alone; None if they do not."""
 
     @property
     def options(self) -> dict[str, Any]:
         """The options that this strategy runs with, for reports."""
-        raise NotImplementedError
+        return self._options
 
     @property
     def devices_per_rank(self) -> int:
@@ -80,7 +83,10 @@ class PackStrategy(Strategy):
     def held_bytes(self) -> HeldBytes:
         """See :attr:`.RunView.held_bytes`."""
         held = measured_bytes(self._module.parameters(), self.optimizers)
-        return replace(held, gradients_bytes=held.gradients_bytes + self._spare_bytes)
+        outer_bytes = 0 if self._outer is None else self._outer.held_bytes
+        return HeldBytes(
+            held.parameters_bytes, held.gradients_bytes + self._spare_bytes, held.optimizer_bytes + outer_bytes
+        )
 
     def run_view(self) -> RunView:
         """What this strategy tells callbacks, beside Lightning's own interface."""
@@ -90,6 +96,11 @@ class PackStrategy(Strategy):
             devices_per_rank=self.devices_per_rank,
             held_bytes=self.held_bytes,
         )
+
+    def _loss_scaler_scale(self) -> float:
+        """The factor of losses and gradients under 16-mixed, else 1."""
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
 
     def _showing_parts(self) -> AbstractContextManager[None]:
         """Within the block the module's parameters are this rank's parts, as the ranks average and compare them."""
@@ -160,10 +171,14 @@ class PackStrategy(Strategy):
 
     def _further_state(self) -> dict[str, Any]:
         """Further entries of a checkpoint that is being written."""
-        return {}
+        if self._outer is None:
+            return {}
+        return {OUTER_OPTIMIZER: self._outer.state(dict(self._module.named_parameters()))}
 
     def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
         """Takes those of a checkpoint that a fit resumes from, which may be another strategy's."""
+        if self._outer is not None and OUTER_OPTIMIZER in checkpoint:
+            self._outer.load(dict(self._module.named_parameters()), checkpoint[OUTER_OPTIMIZER])
 
     def _watch_states(self) -> None:
         """Where ranks have parts of the optimizers' states: has user code read whole values or none."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
@@ -20,9 +18,8 @@ from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.engine.data_parallel.averaging import ModelAverager, average_gradients
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.engine.data_parallel.module_buffers import ModuleBuffers
-from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer, average_changes
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OuterOptimizer, average_changes
 from lightning_multigpu.engine.data_parallel.trained_parameters import TrainedParameters, not_ignored, unused_error
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import MultiGPUStrategy
 from lightning_multigpu.strategies.steps.plugin_methods import PluginMethods
@@ -91,6 +88,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
         self._given = given = option_checks.own_options(RingDDPStrategy, locals())
         _check(given, options)
         super().__init__(**{name: given[name] for name in _OF_LIGHTNING}, **options)
+        self._options |= {name: value for name, value in given.items() if name not in _OF_LIGHTNING}
         self._transport = GradientTransport(
             bucket_cap_mb=bucket_cap_mb,
             compressor=None if compression is None else make_compressor(compression),
@@ -102,13 +100,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
     def _forget_run(self) -> None:
         super()._forget_run()
         self._models: ModelAverager | None = None  # with average_every
-        self._outer: OuterOptimizer | None = None
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        given = {name: value for name, value in self._given.items() if name not in _OF_LIGHTNING}
-        return {**super().options, **given, **self._transport.options}
+        self._outer = None
 
     @property
     @override
@@ -131,11 +123,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             return 0
         return sum(parameter.nbytes for parameter in self._trained.averaged)
 
-    @override
-    def held_bytes(self) -> HeldBytes:
-        held, outer = super().held_bytes(), 0 if self._outer is None else self._outer.held_bytes
-        return replace(held, optimizer_bytes=held.optimizer_bytes + outer)
-
     # Setting up
 
     @override
@@ -153,7 +140,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     def _open(self) -> None:
         """Makes what moves gradients between the ranks of a run; a collective of the world."""
-        assert self.groups is not None
         given = self._given
         if given["broadcast_buffers"]:
             self.buffers = ModuleBuffers(self._module, self._data_axis, averages=given["average_every"] > 1)
@@ -162,7 +148,6 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
             self.meter,
             ranks_per_host=self.num_processes,
             hook=None if given["ddp_comm_hook"] is None else (given["ddp_comm_state"], given["ddp_comm_hook"]),
-            warn=rank_zero_warn,
         )
         self._kept = {}
         if (outer := given["outer_optimizer"]) is not None:
@@ -294,14 +279,7 @@ class RingDDPStrategy(MultiGPUStrategy, DDPStrategy):
 
     @override
     def _further_state(self) -> dict[str, Any]:
-        if self._outer is None:
-            return self._kept
-        return {OUTER_OPTIMIZER: self._outer.state(dict(self._module.named_parameters()))}
-
-    @override
-    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._outer is not None and OUTER_OPTIMIZER in checkpoint:
-            self._outer.load(dict(self._module.named_parameters()), checkpoint[OUTER_OPTIMIZER])
+        return self._kept if self._outer is None else super()._further_state()
 
 
 def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
@@ -309,20 +287,13 @@ def _check(options: Mapping[str, Any], of_all: Mapping[str, Any]) -> None:
     option_checks.check_bools(**{name: options[name] for name in switches})
     if options["bucket_cap_mb"] is not None:
         option_checks.check_number("bucket_cap_mb", options["bucket_cap_mb"])
-    average_every = options["average_every"]
-    option_checks.check_number("average_every", average_every, whole=True)
-    given = [f"{name}={options[name]!r}" for name in ("ddp_comm_hook", "compression") if options[name] is not None]
-    if (outer := options["outer_optimizer"]) is not None:
-        option_checks.check_outer(outer, average_every)
-    if average_every > 1 and given and (outer is None or options["ddp_comm_hook"] is not None):
-        raise ValueError(
-            f"average_every={average_every} and {given[0]}: that works on gradients, which do not travel when "
-            "models are averaged; leave one of the two out. An outer_optimizer sends changes, which can be compressed"
-        )
+    of_gradients = {name: options[name] for name in ("ddp_comm_hook", "compression") if options[name] is not None}
+    option_checks.check_averages(options["average_every"], options["outer_optimizer"], **of_gradients)
     if options["static_graph"] and (steps := of_all.get("verify_steps")):
         raise ValueError(
             f"verify_steps={steps} and static_graph=True: DDP would count the gradients of the comparison among those "
             "of the first step; leave one of the two out"
         )
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)}: both choose how gradients travel; leave one of the two out")
+    if len(of_gradients) > 1:
+        given = " and ".join(f"{name}={value!r}" for name, value in of_gradients.items())
+        raise ValueError(f"{given}: both choose how gradients travel; leave one of the two out")

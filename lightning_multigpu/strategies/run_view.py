@@ -41,7 +41,7 @@ class RunView:
         split_plan: the blocks of layers that are split over ranks; None without a tensor split.
         member_changes: ranks that were lost or came in, so far; none where a loss ends the run.
         record_stages: records the passes of this rank's stages of a pipeline in each following fit.
-        stage_record: the newest steps and the memory of these stages, up to ``on_train_end``; None without a pipeline.
+        stage_record: the newest steps of these stages, up to ``on_train_end``; None without a pipeline.
     """
 
     meter: Meter | None = None

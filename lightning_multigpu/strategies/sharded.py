@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.owner_parts import OwnerParts
 from lightning_multigpu.communication.point_to_point import PointToPointGroup
 from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
@@ -85,17 +83,12 @@ class ShardedStrategy(MultiGPUStrategy):
         option_checks.check_number("bucket_cap_mb", bucket_cap_mb, least=0)
         super().__init__(**options)
         self._given = option_checks.own_options(ShardedStrategy, locals())
+        self._options |= self._given
         self._bucket_bytes = int(bucket_cap_mb * 2**20)
         # During a run:
-        self._group: MeteredGroup | None = None
         self._gradients: ShardedGradients | None = None
         self._missed: list[Parameter] = []
         self._in_parts: list[Optimizer] = []  # of an earlier run that was interrupted, with this rank's states
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {**super().options, **self._given}
 
     # Setting up
 
@@ -107,11 +100,8 @@ class ShardedStrategy(MultiGPUStrategy):
 
     @override
     def _setup_model(self, model: Module) -> Module:
-        assert self.groups is not None
         self._group = self.metered(self.collectives.data.group, "shards")
-        reducer = GradientTransport().open(
-            self.groups, self.meter, ranks_per_host=self.num_processes, hook=None, warn=rank_zero_warn
-        )
+        reducer = GradientTransport().open(self.groups, self.meter, ranks_per_host=self.num_processes, hook=None)
         self._parts = OwnerParts(self._group, reducer.all_reduce)
         self._undo.callback(self._parts.close)
         if self._given["broadcast_buffers"]:
@@ -126,7 +116,6 @@ class ShardedStrategy(MultiGPUStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        assert self._group is not None
         self._in_parts.clear()
         self._check_optimizers()
         self._watch_given_gradients()
@@ -143,7 +132,6 @@ class ShardedStrategy(MultiGPUStrategy):
     def _transport(self, optimizer: Optimizer) -> ShardTransport:
         from lightning_multigpu.engine.sharded.shard_transport import ShardTransport
 
-        assert self._group is not None
         return ShardTransport(optimizer, self._group, self._parts, self._bucket_bytes)
 
     def _check_optimizers(self) -> None:
@@ -166,7 +154,6 @@ class ShardedStrategy(MultiGPUStrategy):
 
     def _wrap(self) -> None:
         """Averages the gradients of the parameters that are trained from now on."""
-        assert self._group is not None
         module = self._module
         if self._gradients is not None:
             self._gradients.close()
@@ -191,7 +178,7 @@ class ShardedStrategy(MultiGPUStrategy):
             self.owned.end()
             if self._gradients is not None:
                 self._gradients.close()
-            self._group = self._gradients = None
+            self._gradients = None
             self._missed.clear()
             super().teardown()
 
@@ -228,7 +215,6 @@ class ShardedStrategy(MultiGPUStrategy):
     def _average_missed(self) -> None:
         """Averages gradients of parameters that were unfrozen within the step, or frozen after accumulation."""
         assert self._trained is not None
-        assert self._group is not None
         missed = self._trained.missed(self.optimizers, self.gather_objects)
         for transport in self.owned.transports:
             for parameter in filter(transport.has, missed):
@@ -262,7 +248,7 @@ class ShardedStrategy(MultiGPUStrategy):
         if self.world_size == 1 or optimizer not in self.owned.steps:
             return state
         if self.remote is None:
-            group = self.new_group("data", descending=True)  # its last rank is rank 0
+            group = self.groups.new("data", descending=True)  # its last rank is rank 0
             device = self.root_device if dist.get_backend(group) == "nccl" else torch.device("cpu")
             messages = PointToPointGroup(group, self.meter, device, name="checkpoint")
             self.remote = RemoteValues(messages, dist.get_rank(group))

@@ -9,7 +9,6 @@ from lightning_multigpu.planning.pipelines.timeline import (
     aligned,
     bubble,
     median_step,
-    same_work,
     span,
     theoretical,
     usage,
@@ -87,13 +86,6 @@ def test_zero_bubble_is_idle_for_less_and_has_its_weights_apart() -> None:
     assert 0 < bubble(timelines) < bubble(theoretical("interleaved", 4, 2, 8))
     assert [rank.seconds["weight"] for rank in usage(timelines)] == [16.0] * 4
     assert {interval.seconds for timeline in timelines for interval in timeline} == {1.0}
-
-
-def test_theory_is_drawn_for_the_same_work() -> None:
-    theory = same_work([FIRST, LAST], "gpipe", 1, 2)
-    busy_s = 7.0 + 4.5
-    assert sum(rank.seconds["forward"] + rank.seconds["backward"] for rank in usage(theory)) == pytest.approx(busy_s)
-    assert theory[0][0] == Interval("forward", 0, 0, 0.0, pytest.approx(busy_s / 12))
 
 
 @pytest.mark.parametrize("ahead_s", [0.0, 1e4, -3.0])

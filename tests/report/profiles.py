@@ -3,8 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes, StageMemory, StageRecord, StepTimeline, predicted
+from lightning_multigpu.planning.pipelines.timeline import StageRecord, StepTimeline, theoretical
 from lightning_multigpu.report.document import HeldMemory, RunDocument
 from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, TransferSums
 from tests.report.examples import document_of, record
@@ -36,12 +35,12 @@ HEALTHY = {"data_wait": 0.001, "communication": 0.001}
 
 def with_all() -> RunDocument:
     """A report with every section, those of a pipeline and of parameter servers side by side."""
-    timelines = predicted(schedule_orders("gpipe", 2, 1, 2), [0.01, 0.01], [0.02, 0.02], [0.0])
+    timelines = theoretical("gpipe", 2, 1, 2, unit_s=0.01)
     records = []
     for rank, timeline in enumerate(timelines):
         stages = StageRecord(
             pipeline=0, position=rank, num_ranks=2, stages_per_rank=1, schedule="gpipe",
-            steps=(StepTimeline(1, 2, timeline),), memory=StageMemory(1, 1, 1), predicted=HeldBytes(1, 1, 1),
+            steps=(StepTimeline(1, 2, timeline),),
         )  # fmt: skip
         memory = HeldMemory(
             rank=rank, parameters_bytes=4_000_000, gradients_bytes=4_000_000, optimizer_bytes=8_000_000,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 
 from lightning_multigpu.planning.numbers import ms
-from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders
-from lightning_multigpu.planning.pipelines.timeline import predicted
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, work_times
+from lightning_multigpu.planning.pipelines.timeline import Interval
 from lightning_multigpu.report.diagnosis import diagnose
 from lightning_multigpu.report.pipelines import PipelineFigures, TimedPipeline
 from lightning_multigpu.report.rank_figures import LaunchQueue, RankFigures, ReadValues
@@ -136,7 +136,16 @@ def test_a_host_that_is_not_ahead_of_its_gpu(busy_s: float) -> None:
 
 def figures(forward_s: list[float], num_micro_batches: int, message_s: float = 0.0) -> PipelineFigures:
     orders = schedule_orders("gpipe", len(forward_s), 1, num_micro_batches)
-    timelines = predicted(orders, forward_s, [2 * seconds for seconds in forward_s], [message_s] * (len(forward_s) - 1))
+    last = len(forward_s) - 1
+    times = work_times(orders, forward_s, [2 * seconds for seconds in forward_s], [message_s] * last)
+    unsent = {"forward": last, "backward": 0}  # the stage whose pass sends nothing
+    timelines = [
+        tuple(
+            Interval(*astuple(work), times[work][0], times[work][1] - message_s * (work.stage != unsent[work.kind]))
+            for work in order
+        )
+        for order in orders
+    ]
     return TimedPipeline(
         ranks=[7, 6], schedule="gpipe", stages_per_rank=1, num_micro_batches=num_micro_batches, timelines=timelines
     ).figures()

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_multigpu.planning.pipelines.timeline import (
-    HeldBytes,
-    StageMemory,
-    StageRecord,
-    StepTimeline,
-    theoretical,
-)
+from lightning_multigpu.planning.pipelines.timeline import StageRecord, StepTimeline, theoretical
 from lightning_multigpu.report.document import RunDocument
 from lightning_multigpu.report.pipelines import timed_pipelines
 from lightning_multigpu.report.text import text
@@ -35,8 +29,6 @@ def ranks(
             stages_per_rank=stages_per_rank,
             schedule=schedule,
             steps=(StepTimeline(4, count, timelines[num_ranks - 1 - rank % num_ranks]),),
-            memory=StageMemory(1_000_000, 20, 3000, 40_000),
-            predicted=HeldBytes(1_500_000, 30, 2000),
         )
         for rank in range(pipelines * num_ranks)
     ]

@@ -108,7 +108,7 @@ def ring_ddp(kind: str, group: dist.ProcessGroup, ranks_per_host: int) -> dict[s
         return {"all_reduce": lambda b: alone(b.output)}
     inside, between = (
         dist.new_subgroups_by_enumeration(groups)[0] if groups else None  # type: ignore[no-untyped-call]
-        for groups in layout([list(range(dist.get_world_size(group)))], ranks_per_host)
+        for groups in layout([list(range(dist.get_world_size(group)))], lambda rank: rank // ranks_per_host)
     )
     all_reduce = HierarchicalAllReduce(
         None if inside is None else SharedMemoryAllReduce(inside),

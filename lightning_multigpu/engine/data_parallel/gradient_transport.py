@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -36,7 +38,7 @@ class Groups(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class GradientTransport:
-    """Options of how gradients travel over the data axis; :meth:`open` makes what moves them.
+    """Options of how gradients travel over the data axis; :meth:`open` and :meth:`all_reduce` make what moves them.
 
     Attributes:
         bucket_cap_mb: MiB of gradients that travel together; None takes the default of their route.
@@ -48,14 +50,6 @@ class GradientTransport:
     compressor: Compressor | None = None
     shared_memory: bool = True
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The options about compression and shared memory, for reports."""
-        return {
-            "compression": None if self.compressor is None else self.compressor.name,
-            "shared_memory": self.shared_memory,
-        }
-
     def open(
         self,
         groups: Groups,
@@ -63,17 +57,18 @@ class GradientTransport:
         *,
         ranks_per_host: int,
         hook: tuple[Any, CommHook] | None,
-        warn: Callable[[str], object],
     ) -> GradientReducer:
         """The reducer of gradients; a collective of all ranks.
 
         ``ranks_per_host`` neighbours of the data axis share a host. A user's own communication hook and its state move
-        the gradients instead. ``warn`` prints on rank 0.
+        the gradients instead.
         """
-        group = groups.new(_AXIS)
+        group, all_reduce = groups.new(_AXIS), None
         # On GPUs NCCL moves the gradients, unless they are compressed, which is done in the host's memory.
-        uses_host_memory = hook is None and (dist.get_backend(group) != "nccl" or self.compressor is not None)
-        all_reduce = self._all_reduce_over_hosts(groups, group, ranks_per_host, warn) if uses_host_memory else None
+        if hook is None and (dist.get_backend(group) != "nccl" or self.compressor is not None):
+            over = partial(groups.over, backend=_HOST_MEMORY_BACKEND)
+            all_reduce = self.all_reduce(group, groups.lines(_AXIS), over, lambda rank: rank // ranks_per_host)
+            groups.also_cut.append(all_reduce.abort)
         return GradientReducer(group, meter, hook=hook, all_reduce=all_reduce)
 
     def bucket_cap_mb_of(self, module: Module, reducer: GradientReducer, *, is_hooked: bool) -> float | None:
@@ -84,13 +79,31 @@ class GradientTransport:
         total_bytes = sum(parameter.nbytes for parameter in module.parameters() if parameter.requires_grad)
         return usual_bucket_bytes(total_bytes, between_hosts=all_reduce.between is not None) / 2**20
 
-    def _all_reduce_over_hosts(
-        self, groups: Groups, group: dist.ProcessGroup, ranks_per_host: int, warn: Callable[[str], object]
+    def all_reduce(
+        self,
+        group: dist.ProcessGroup,
+        lines: list[list[int]],
+        over: Callable[[list[list[int]]], dist.ProcessGroup | None],
+        host_of: Callable[[int], object],
     ) -> HierarchicalAllReduce:
-        """The all-reduce of tensors in the hosts' memory; if a rank cannot share memory, all ranks use sockets."""
-        lines = groups.lines(_AXIS)
-        hosts, across = layout(lines, ranks_per_host, use_hosts=self.shared_memory)
-        inside_group = groups.over(hosts, backend=_HOST_MEMORY_BACKEND) if hosts else None
+        """The all-reduce of tensors in the hosts' memory; if a rank cannot share memory, all ranks use sockets.
+
+        A collective of all ranks.
+
+        Args:
+            group: this rank's line; it may serve as the group between hosts.
+            lines: the ranks that reduce with each other.
+            over: makes a group of Gloo over that of the given lines which contains this rank; a collective.
+            host_of: the host of a rank.
+        """
+
+        def usable(wanted: list[list[int]]) -> dist.ProcessGroup | None:
+            if wanted == lines and dist.get_backend(group) == _HOST_MEMORY_BACKEND:
+                return group
+            return over(wanted) if wanted else None
+
+        hosts, across = layout(lines, host_of if self.shared_memory else _alone)
+        inside_group = usable(hosts)
         inside: SharedMemoryAllReduce | None = None
         problem, problems = "", [""] * dist.get_world_size()
         try:
@@ -101,48 +114,48 @@ class GradientTransport:
         if any(problems):
             if inside is not None:
                 inside.close()
-            warn(
+            _warn(
                 f"gradients travel through sockets also between ranks of one host: {next(filter(None, problems))}. "
                 "shared_memory=False asks for that without this warning."
             )
-            inside, (_, across) = None, layout(lines, ranks_per_host, use_hosts=False)
-        between_group: dist.ProcessGroup | None = None
-        if across == lines and dist.get_backend(group) == _HOST_MEMORY_BACKEND:
-            between_group = group  # each rank counts as a host
-        elif across:
-            between_group = groups.over(across, backend=_HOST_MEMORY_BACKEND)
+            inside, (_, across) = None, layout(lines, _alone)
         between: RingAllReduce | CompressedAllReduce | None = None
-        if between_group is not None:
+        if (between_group := usable(across)) is not None:
             ring = RingAllReduce(between_group)
             between = ring if self.compressor is None else CompressedAllReduce(between_group, self.compressor)
         elif self.compressor is not None:
-            warn(
+            _warn(
                 f"compression={self.compressor.name!r} has no effect: all ranks are on one host, where they share "
                 "memory. shared_memory=False compresses there too, and sends all sums through sockets."
             )
-        all_reduce = HierarchicalAllReduce(inside, between)
-        groups.also_cut.append(all_reduce.abort)
-        return all_reduce
+        return HierarchicalAllReduce(inside, between)
 
 
-def layout(
-    lines: list[list[int]], ranks_per_host: int, *, use_hosts: bool = True
-) -> tuple[list[list[int]], list[list[int]]]:
+def layout(lines: list[list[int]], host_of: Callable[[int], object]) -> tuple[list[list[int]], list[list[int]]]:
     """The ranks that reduce with each other inside a host, where a host has several, and then between hosts.
 
-    Rank r is on host r // ranks_per_host. If hosts have different numbers of ranks of a line, or with ``use_hosts``
-    off, each rank counts as a host.
+    If hosts have different numbers of ranks of a line, each rank counts as a host.
     """
-    by_host = [_by_host(line, ranks_per_host) if use_hosts else [[rank] for rank in line] for line in lines]
+    by_host = [_by_host(line, host_of) for line in lines]
     if any(len({len(host) for host in hosts}) > 1 for hosts in by_host):
-        by_host = [[[rank] for rank in line] for line in lines]
+        by_host = [_by_host(line, _alone) for line in lines]
     inside = [host for hosts in by_host for host in hosts if len(host) > 1]
     between = [list(cross) for hosts in by_host for cross in zip(*hosts, strict=True) if len(cross) > 1]
     return inside, between
 
 
-def _by_host(line: list[int], ranks_per_host: int) -> list[list[int]]:
-    hosts: dict[int, list[int]] = {}
+def _by_host(line: list[int], host_of: Callable[[int], object]) -> list[list[int]]:
+    hosts: dict[object, list[int]] = {}
     for rank in line:
-        hosts.setdefault(rank // ranks_per_host, []).append(rank)
+        hosts.setdefault(host_of(rank), []).append(rank)
     return list(hosts.values())
+
+
+def _alone(rank: int) -> int:
+    """Each rank counts as a host."""
+    return rank
+
+
+def _warn(text: str) -> None:
+    if dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)

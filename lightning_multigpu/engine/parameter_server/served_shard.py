@@ -140,7 +140,7 @@ class ServedShard:
         self._parts: dict[int, _Part] = {}
         self._offered: list[OfferedSegment | None] = []
         self._kept: dict[int, list[OfferedSegment]] = defaultdict(list)
-        self._part: OwnedPart | None = None
+        self._part: OwnedPart  # from the first plan on
 
     # Parameters
 
@@ -158,7 +158,7 @@ class ServedShard:
             self._parts[number] = _Part(flat, shaped)
         self.plans.append(replace(plan, weights=[], states={}))  # which are in use from here on
         groups = [{**group, "params": pieces} for group, pieces in zip(plan.values, self._held(), strict=True)]
-        if self._part is None:
+        if len(self.plans) == 1:
             optimizer = plan.kind.__new__(plan.kind)
             # As if it were unpickled, which any optimizer knows how to be; its constructor may want what it likes.
             optimizer.__setstate__({"defaults": plan.defaults, "state": defaultdict(dict), "param_groups": groups})
@@ -283,7 +283,6 @@ class ServedShard:
 
     def _take_values(self, values: Sequence[Mapping[str, Any]]) -> None:
         """Takes the values of worker 0's groups, which hold for all workers."""
-        assert self._part is not None
         for group, of_group in zip(self._part.optimizer.param_groups, values, strict=True):
             group.update(of_group)
 
@@ -294,7 +293,6 @@ class ServedShard:
         Raises:
             UpdateError: it has failed, or it has changed values of its groups, which the next step gets from worker 0.
         """
-        assert self._part is not None
         optimizer = self._part.optimizer
         held = [[piece for piece in group if piece in found] for group in self._held()]
         if not any(held):
@@ -364,7 +362,6 @@ class ServedShard:
 
     def state(self) -> dict[tuple[int, int], dict[str, Any]]:
         """The optimizer's state of each piece, by part and place."""
-        assert self._part is not None
         return {
             (number, index): state
             for number, part in self._parts.items()
@@ -374,6 +371,5 @@ class ServedShard:
 
     def load(self, values: Sequence[Mapping[str, Any]], states: Mapping[tuple[int, int], Mapping[str, Any]]) -> None:
         """Takes state as :meth:`state` returns it, and values of the groups."""
-        assert self._part is not None
         found = {self._parts[number].pieces[index]: state for (number, index), state in states.items()}
         self._part.load(values, found, self._held())

@@ -1,4 +1,4 @@
-"""Measured, predicted and theoretical timelines of the ranks of a pipeline in a step.
+"""Measured and theoretical timelines of the ranks of a pipeline in a step.
 
 ::
 
@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median_low
 
 from lightning_multigpu.planning.numbers import size
-from lightning_multigpu.planning.pipelines.schedule_order import Work, schedule_orders, work_times
+from lightning_multigpu.planning.pipelines.schedule_order import schedule_orders, work_times
 
 BUSY = ("forward", "backward", "weight")
 WAITING = ("send", "receive")
@@ -83,20 +83,9 @@ def summed(several: Iterable[HeldBytes]) -> HeldBytes:
     return HeldBytes(*(sum(kind) for kind in zip(*(vars(one).values() for one in [NOTHING, *several]), strict=True)))
 
 
-@dataclass(frozen=True)
-class StageMemory(HeldBytes):
-    """Measured bytes that a rank holds.
-
-    Attributes:
-        device_peak_bytes: the most bytes that torch had allocated on the GPU; None on the CPU.
-    """
-
-    device_peak_bytes: int | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class StageRecord:
-    """The newest steps and the memory of one rank of a pipeline.
+    """The newest steps of one rank of a pipeline.
 
     Attributes:
         pipeline: number of the pipeline.
@@ -104,8 +93,6 @@ class StageRecord:
         num_ranks: ranks of the pipeline, P.
         stages_per_rank: stages of each rank, v.
         steps: the newest timed steps, in order.
-        memory: bytes that the rank holds.
-        predicted: bytes that the rank should hold, from the split and the optimizers' classes.
     """
 
     pipeline: int
@@ -114,8 +101,6 @@ class StageRecord:
     stages_per_rank: int
     schedule: str
     steps: tuple[StepTimeline, ...]
-    memory: StageMemory
-    predicted: HeldBytes
 
 
 @dataclass(frozen=True)
@@ -194,42 +179,8 @@ def theoretical(
     """
     orders = schedule_orders(schedule, num_ranks, stages_per_rank, num_micro_batches)
     stages = num_ranks * stages_per_rank
-    return predicted(orders, [unit_s] * stages, [2 * unit_s] * stages, [0.0] * (stages - 1))
-
-
-def predicted(
-    orders: Sequence[Sequence[Work]],
-    forward_s: Sequence[float],
-    backward_s: Sequence[float],
-    transfer_s: Sequence[float],
-) -> list[Timeline]:
-    """The timeline of each rank, with a "send" after each pass that sends.
-
-    Arguments as for :func:`.schedule_order.work_times`.
-    """
-    times = work_times(orders, forward_s, backward_s, transfer_s)
-    return [tuple(part for work in order for part in _intervals(work, *times[work], transfer_s)) for order in orders]
-
-
-def _intervals(work: Work, start_s: float, end_s: float, transfer_s: Sequence[float]) -> Iterator[Interval]:
-    sending_s = 0.0
-    if work.kind == "forward" and work.stage < len(transfer_s):
-        sending_s = transfer_s[work.stage]
-    elif work.kind == "backward" and work.stage > 0:
-        sending_s = transfer_s[work.stage - 1]
-    yield Interval(work.kind, work.stage, work.micro_batch, start_s, end_s - sending_s)
-    if sending_s:
-        yield Interval("send", work.stage, work.micro_batch, end_s - sending_s, end_s)
-
-
-def same_work(
-    timelines: Sequence[Timeline], schedule: str, stages_per_rank: int, num_micro_batches: int
-) -> list[Timeline]:
-    """:func:`theoretical` with a unit that gives the ranks' total busy time in ``timelines``."""
-    busy_s = sum(i.seconds for timeline in timelines for i in timeline if i.kind in BUSY)
-    num_ranks = len(timelines)
-    unit_s = busy_s / (3 * num_ranks * stages_per_rank * num_micro_batches)
-    return theoretical(schedule, num_ranks, stages_per_rank, num_micro_batches, unit_s)
+    times = work_times(orders, [unit_s] * stages, [2 * unit_s] * stages, [0.0] * (stages - 1))
+    return [tuple(Interval(w.kind, w.stage, w.micro_batch, *times[w]) for w in order) for order in orders]
 
 
 def median_step(steps: Sequence[Sequence[StepTimeline]], hosts: Sequence[int]) -> list[StepTimeline]:

@@ -226,10 +226,10 @@ class Machine:
         """The cost of a strategy in ``world``, or in the nearest measured world; zeros if it was not measured.
 
         ``strategy`` is the registered name, with its compression if there is one. The plain strategy's cost stands for
-        a compression that was not measured, ``sync_ps``'s for ``async_ps``, and ``ring_ddp``'s for ``ft_ddp``.
+        a compression that was not measured, and ``sync_ps``'s for ``async_ps``.
         """
         plain, _, compression = strategy.partition(":")
-        measured = {"async_ps": "sync_ps", "ft_ddp": "ring_ddp"}.get(plain, strategy)
+        measured = "sync_ps" if plain == "async_ps" else strategy
         found = [each for each in self.references if each.strategy == measured]
         if not found and compression:
             return self.reference(plain, world)

@@ -245,11 +245,10 @@ def _data_parallel(model: ModelProfile, machine: Machine, candidate: Candidate, 
     servers = max(2, n) if name == "sharded_ps" else int(options.get("num_servers") or 1)
     usual = row.bucket_bytes[n > 1] or usual_bucket_bytes(model.gradient_bytes, between_hosts=n > 1)
     bucket_bytes = options.get("bucket_cap_mb", 0) * 2**20 or usual
-    named, ratio, every = name, 1.0, int(options.get("average_every", 1))
-    if name == "ft_ddp" and n > 1:  # all ranks are one ring, which sends 2(N-1)/N S from host to host
-        ratio = (1 - 1 / n) / (1 - 1 / world.size)
+    named = "ring_ddp" if name == "ft_ddp" else name  # its costs
+    ratio, every = 1.0, int(options.get("average_every", 1))
     if n > 1 and (compression := options.get("compression")):
-        named, ratio = f"{name}:compression={compression}", RATIOS.get(compression, 0.0)
+        named, ratio = f"{named}:compression={compression}", RATIOS.get(compression, 0.0)
         if not any(each.strategy == named for each in machine.references):
             raise ImpossibleError(f"compression={compression!r} is not calibrated on {machine.name}")
 

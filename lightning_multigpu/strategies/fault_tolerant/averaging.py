@@ -29,17 +29,18 @@ class Said:
 
 
 class _Flat:
-    """Values of tensors of one dtype in a row, and whether each is there: ``values`` of shape (elements + tensors,).
+    """Values of tensors of one dtype in a row; ``views`` are those of each, by its place among parameters and buffers.
 
-    ``views`` are those of each tensor, by its place among the parameters and buffers.
+    ``key`` is that of gradients in every step; None for other values, which are never compressed.
     """
 
-    def __init__(self, tensors: dict[int, Tensor], *, is_of_gradients: bool) -> None:
-        self.is_of_gradients = is_of_gradients
+    def __init__(self, tensors: dict[int, Tensor], *, is_of_gradients: bool, layout: int) -> None:
+        self.is_of_gradients = self.is_averaged = is_of_gradients
         sizes = [tensor.numel() for tensor in tensors.values()]
-        self.values = torch.empty(sum(sizes) + len(sizes), dtype=next(iter(tensors.values())).dtype)
-        *parts, self.has_value = self.values.split([*sizes, len(sizes)])  # type: ignore[no-untyped-call]
-        self.views = {place: part.view(tensors[place].shape) for place, part in zip(tensors, parts, strict=True)}
+        self.values = torch.empty(sum(sizes), dtype=next(iter(tensors.values())).dtype)
+        self.key = (layout, min(tensors)) if is_of_gradients and self.values.is_floating_point() else None
+        parts = zip(tensors, self.values.split(sizes), strict=True)  # type: ignore[no-untyped-call]
+        self.views = {place: part.view(tensors[place].shape) for place, part in parts}
 
     def fill(self, values: list[Tensor | None]) -> None:
         """Copies the values, and zeros for None."""
@@ -49,16 +50,17 @@ class _Flat:
             self.values.zero_()
         if dense:
             torch._foreach_copy_(*map(list, zip(*dense, strict=True)))  # type: ignore[arg-type]
-        self.has_value.copy_(torch.tensor([value is not None for value in values]))
 
 
 class GradientAverage:
     """Averages gradients over the members in flat buffers; ``.grad`` changes once the sums are there.
 
-    The module's buffers (BatchNorm's statistics, for example) travel too: all members get those of the first one. A
-    header, in float64, goes first::
+    The module's buffers (BatchNorm's statistics, for example) travel too: all members get those of the first one, or
+    averages. A header, in float64, goes first::
 
-        [ weight | asks for a meeting | leaves, common, layout: a number for each member ]
+        [ weight | asks for a meeting | leaves, common, layout, given: a number for each member ]
+
+    Only if members have gradients of different parameters (``given``), they also tell each other of which.
     """
 
     def __init__(self, members: Members, meter: Meter) -> None:
@@ -66,6 +68,7 @@ class GradientAverage:
         self._tensors: list[Tensor] = []
         self._layout = 0  # of these tensors
         self._flats: tuple[Any, list[_Flat]] = None, []  # and the group and layout that they were made for
+        self._sent_bytes = 0, 0  # in all, and through shared memory
 
     def average(
         self,
@@ -74,7 +77,9 @@ class GradientAverage:
         weight: float,
         *,
         common: float,
+        loss_scale: float,
         counts: bool,
+        averages_buffers: bool,
         after_meeting: bool,
     ) -> Said:
         """Sums gradients and weights over the members, and divides one by the other unless the weights add up to 1.
@@ -82,7 +87,9 @@ class GradientAverage:
         Args:
             weight: of this rank's gradients, which its loss was multiplied with; the sum is 1 if nobody is missing.
             common: a number that has to be the same on all members; see :class:`.CommonValues`.
+            loss_scale: the factor of the next step's losses, for the errors of compression.
             counts: False if this rank's gradients are of other weights than the others'.
+            averages_buffers: average those of floating-point numbers, with the same weights.
             after_meeting: members may come late, with a state to take.
 
         Raises:
@@ -98,40 +105,49 @@ class GradientAverage:
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
             self._tensors, text = tensors, repr([(tensor.shape, tensor.dtype) for tensor in tensors])
             self._layout = zlib.crc32(text.encode())
-        header = torch.zeros(2 + 3 * size, dtype=torch.float64)
+        given = [counts and parameter.grad is not None for parameter in parameters]
+        header = torch.zeros(2 + 4 * size, dtype=torch.float64)
         header[0], header[1] = weight * counts, members.wants_meeting()
-        numbers = [members.wants_to_leave, common, self._layout]
+        numbers = [members.wants_to_leave, common, self._layout, zlib.crc32(bytes(given))]
         header[2 + members.index :: size] = torch.tensor(numbers, dtype=torch.float64)
         size_bytes = sum(tensor.nbytes for tensor in (header, *tensors))
         timeout_s = members.timeout_s(size_bytes, meets=after_meeting)
-        sent = {} if members.shared is None else {"sent_bytes": size_bytes, "memory_bytes": size_bytes}
-        with self._meter.blocking("all_reduce", group="data", group_size=size, size_bytes=size_bytes, **sent):
+        with self._meter.blocking("all_reduce", group="data", group_size=size, size_bytes=size_bytes) as transfer:
             members.sum([header], timeout_s)
             total, wants_meeting, *said = header.tolist()
-            leaves, commons, layouts = said[:size], said[size : 2 * size], said[2 * size :]
+            leaves, commons, layouts, givens = (said[i * size : (i + 1) * size] for i in range(4))
             if len({*layouts}) > 1:
                 raise ValueError(f"ranks {members.ranks} train parameters of different shapes, or not the same ones")
             flats = self._made_flats(len(parameters))
+            transfer.sent_bytes, transfer.memory_bytes = self._sent_bytes
+            if len({*givens}) > 1:
+                members.sum([by_all := torch.tensor(given, dtype=torch.float32)], timeout_s)
+                given = by_all.tolist()
             try:
                 for flat in flats:
                     if flat.is_of_gradients:
                         flat.fill([_local(parameters[place], view, counts) for place, view in flat.views.items()])
-                    else:
-                        flat.fill([tensors[place] if members.index == 0 else None for place in flat.views])
-                members.sum([flat.values for flat in flats], timeout_s)
+                        continue
+                    flat.is_averaged = averages_buffers and flat.values.is_floating_point() and total > 0
+                    has_value = flat.is_averaged or members.index == 0
+                    flat.fill([tensors[place] if has_value else None for place in flat.views])
+                    if flat.is_averaged:
+                        flat.values.mul_(weight * counts)
+                members.sum([flat.values for flat in flats], timeout_s, [flat.key for flat in flats])
+                if parameters:
+                    members.all_reduce.end_step(loss_scale)
             except BaseException:
                 self._flats = None, []  # what is under way still writes there
                 raise
         with torch.no_grad():
             for flat in flats:
-                if not flat.is_of_gradients:
-                    for place, view in flat.views.items():
-                        tensors[place].copy_(view)
-                    continue
-                if total > 0 and abs(total - 1) > 1e-9:
+                if flat.is_averaged and total > 0 and abs(total - 1) > 1e-9:
                     flat.values.div_(total)
-                for (place, view), has_value in zip(flat.views.items(), flat.has_value.tolist(), strict=True):
-                    _give(parameters[place], view if has_value else None)
+                for place, view in flat.views.items():
+                    if flat.is_of_gradients:
+                        _give(parameters[place], view if given[place] else None)
+                    else:
+                        tensors[place].copy_(view)
         return Said(wants_meeting > 0, [*map(int, leaves)], commons)
 
     def _made_flats(self, num_parameters: int) -> list[_Flat]:
@@ -141,13 +157,15 @@ class GradientAverage:
             places = {id(tensor): place for place, tensor in enumerate(self._tensors)}
             kinds = self._tensors[:num_parameters], self._tensors[num_parameters:]
             flats = [
-                _Flat({places[id(tensor)]: tensor for tensor in group}, is_of_gradients=kind is kinds[0])
+                _Flat({places[id(each)]: each for each in group}, is_of_gradients=kind is kinds[0], layout=self._layout)
                 for kind in kinds
                 for group in alike(kind, full_bytes=_FLAT_BYTES)
             ]
             for key, flat in enumerate(flats):
-                if self._members.shared is not None and flat.values.nbytes > IN_PLACE_FROM_BYTES:
-                    self._members.shared.move(flat.values, key)
+                if flat.values.nbytes > IN_PLACE_FROM_BYTES:
+                    self._members.all_reduce.move(flat.values, key)
+            sent = [self._members.all_reduce.plan(flat.values, flat.key).sent for flat in flats]
+            self._sent_bytes = sum(map(sum, sent)), sum(memory for _, memory in sent)
             self._flats = made_for, flats
         return self._flats[1]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,8 +15,7 @@ from lightning_multigpu._torch_compat import forget_failed_worlds, set_group_tim
 from lightning_multigpu._torchft import torchft
 from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
-from lightning_multigpu.communication.shared_memory.host_all_reduce import SharedMemoryAllReduce
-from lightning_multigpu.communication.shared_memory.segment import SharedMemoryUnavailableError
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 
 if TYPE_CHECKING:
     from lightning_multigpu.strategies.fault_tolerant.members import Members
@@ -28,12 +26,14 @@ def group_class() -> Any:
     groups = torchft("process_group")
 
     class Group(groups.ProcessGroupGloo):  # type: ignore[misc, name-defined]
-        def __init__(self, address: str, store: TCPStore, members: Members, timeout: timedelta) -> None:
+        def __init__(
+            self, address: str, store: TCPStore, members: Members, transport: GradientTransport, timeout: timedelta
+        ) -> None:
             super().__init__(timeout=timeout)
-            self._address, self._store, self._members = address, store, members
+            self._address, self._store, self._members, self._transport = address, store, members, transport
             self._handles: list[str] = []
-            self._connections = Connections()
-            self.shared: HierarchicalAllReduce | None = None
+            self.connections = Connections()
+            self.all_reduce = HierarchicalAllReduce(None, None)
 
         def get_reconfigure_handle(self) -> str:
             place = f"{self._address}:{self._store.port}"
@@ -56,30 +56,34 @@ def group_class() -> Any:
             forget_failed_worlds()
             if rank == 0:  # the group, which outlives a run, keeps the store that it was made by
                 store = PrefixStore(f"torchft/{self._uuid}", self._store)
-            self._connections = Connections()
-            with self._connections.noted():
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
-            group: Any = dist.group.WORLD
+            self.connections = Connections()
             peers = [json.loads(handle) for handle in self._handles]
-            if len({peer["store"].rpartition(":")[0] for peer in peers}) == 1 < world_size:
-                with contextlib.suppress(SharedMemoryUnavailableError):
-                    self.shared = HierarchicalAllReduce(SharedMemoryAllReduce(group), None)
-            slow = timedelta(seconds=self._members.limits.straggler_timeout_s)
-            set_group_timeout(slow, group)  # of what waits outside of steps
+            hosts = [peer["store"].rpartition(":")[0] for peer in peers]
+            with self.connections.noted():
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=self._timeout)
+                group: Any = dist.group.WORLD
+                everybody = [[*range(world_size)]]
+                self.all_reduce = self._transport.all_reduce(group, everybody, self._over, hosts.__getitem__)
+            self.wait_slowly()
             self._members.processes = {"{global_rank}/{pid}/{id}".format(**peer): peer["global_rank"] for peer in peers}
             return group
 
+        def _over(self, lines: list[list[int]]) -> dist.ProcessGroup | None:
+            """The group of the line that has this rank."""
+            groups = [dist.new_group(line, timeout=self._timeout) for line in lines]
+            return next((g for g, line in zip(groups, lines, strict=True) if dist.get_rank() in line), None)
+
+        def wait_slowly(self) -> None:
+            """Lets collectives outside of steps, which ranks may reach late, wait for long."""
+            if (world := dist.group.WORLD) is not None:
+                set_group_timeout(timedelta(seconds=self._members.limits.straggler_timeout_s), world)
+
         def abort(self, errored: bool = True) -> None:
             self._pg = None
-            self.leave_shared()  # without its abort: a slower member may still be in a sum that this one has ended
+            self.all_reduce.close()  # without its abort: a slower member may still be in a sum that this one has ended
             if dist.is_initialized():
-                self._connections.cut()  # wakes members that wait in a collective; abort does not
+                self.connections.cut()  # wakes members that wait in a collective; abort does not
                 dist.group.WORLD.abort()  # type: ignore[union-attr]
                 dist.destroy_process_group()
-
-        def leave_shared(self) -> None:
-            if self.shared is not None:
-                self.shared.close()
-                self.shared = None
 
     return Group

@@ -6,14 +6,16 @@ import os
 import re
 import socket
 import sys
+import threading
 import time
 import urllib.request
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from itertools import repeat
+from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 import psutil
@@ -30,6 +32,7 @@ from lightning_multigpu.communication.connections import Connections
 from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.interface import interface_towards, own_address
 from lightning_multigpu.communication.rendezvous import Limit
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
 from lightning_multigpu.job.failure_watch import SIGTERM_STATUS
 from lightning_multigpu.job.joining import LAST_STORE, STARTS, main_store
 from lightning_multigpu.job.run_context import RunContext
@@ -39,9 +42,9 @@ from lightning_multigpu.strategies.fault_tolerant.group import group_class
 
 _CONNECT_S = 5.0
 _MEETING_EVERY_S = 0.5
+_LOOKS_EVERY_S = 0.5
 _ENDED_S = 0.2  # in which a killed process is gone, with all its ports
-_PIECE_BYTES = 4 << 20  # a slow link has to move one in `collective_timeout_s`
-_SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends
+_SLOWEST_BYTES_A_S = 20e6  # of a state that a peer sends, and of a link whose parts of a sum ranks of a host await
 
 _GONE = (
     "rank 0 is lost, and with it the lighthouse, without which ranks do not find each other: start one that outlives "
@@ -89,6 +92,7 @@ class Members:
     Args:
         run: this process in the job.
         lighthouse: "host:port"; None for that of the environment or, without one, of rank 0.
+        transport: how sums travel.
         is_fit: ranks can come in; a validation that is over, or under way, a later rank repeats alone.
         give, take: this rank's state for a rank that comes in, and the other way round.
         step: the number of optimizer steps done.
@@ -111,6 +115,7 @@ class Members:
         lighthouse: str | None,
         limits: Limits,
         *,
+        transport: GradientTransport,
         is_fit: bool,
         give: Callable[[], Any],
         take: Callable[[Any], None],
@@ -160,7 +165,9 @@ class Members:
         self._lighthouse, given = lighthouse_of(self._main, lighthouse, start)
         self._url = url = given if "://" in given else f"http://{given}"
         own_store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-        self._group = group_class()(own, own_store, self, timeout=timedelta(seconds=limits.collective_timeout_s))
+        self._group = group_class()(own, own_store, self, transport, timedelta(seconds=limits.collective_timeout_s))
+        if run.num_nodes > 1:
+            threading.Thread(target=self._cut_silent, name="cut-silent", daemon=True).start()
         warnings.filterwarnings("ignore", module=r"torchft\.")  # of torch, about how it sends a state
         self._manager = torchft().Manager(
             pg=self._group,
@@ -230,8 +237,7 @@ class Members:
         """Ends the group after a failure: all other members' collectives then fail too, and all meet again."""
         if not self._is_broken:
             self._is_broken, self._broken_s, self._error = True, since_s or time.monotonic(), error
-            if self.shared is not None:
-                self.shared.abort()
+            self.all_reduce.abort()
             self._group.abort(errored=False)
 
     # Meeting
@@ -270,6 +276,8 @@ class Members:
                 if has_failed and self._is_of_rank:
                     time.sleep(_ENDED_S)
                 _reach(self._url)
+                if shrinks and self._is_left_out():
+                    self.exit_behind()
                 self._manager.start_quorum(shrink_only=shrinks)
             except (RuntimeError, OSError) as error:  # it is away, or waits for slow ranks
                 if self._is_of_rank and isinstance(error, ConnectionRefusedError) and not self.wants_to_leave:
@@ -291,7 +299,7 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
-                keys = {f"meets/{each}": each for each in before}
+                keys = {} if self._is_left_out() else {f"meets/{each}": each for each in before}
                 late = (keys[key] for key in keys if not self._job.check([key]) or self._job.get(key) != b"now")
                 self._give_up(late, waited_s)
                 if self.wants_to_leave == 1:
@@ -308,6 +316,17 @@ class Members:
         self.has_joined, self.asks = True, False
         self._note(before, self._checked_s - begun_s)
         self._error = None
+
+    def _is_left_out(self) -> bool:
+        """Whether the others have gone on without this rank."""
+        if not self.has_joined or not self._job.check(["members"]):
+            return False
+        members = self._job.get("members").decode().split()
+        return any(rank == self.rank and process not in members for process, rank in self.processes.items())
+
+    def exit_behind(self) -> NoReturn:
+        """Ends this process, which would be at another place of the program than the others."""
+        sys.exit(f"ft_ddp: rank {self.rank} is behind, at another place of the program: it has to start again")
 
     def _give_up(self, processes: Iterable[str], waited_s: float) -> None:
         """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``."""
@@ -337,6 +356,8 @@ class Members:
             step=self._step(), time_s=time.time(), lost=lost, joined=joined, members=self.size, seconds=seconds
         )
         self.history.append(change)
+        if self.index == 0:
+            self._job.set("members", " ".join(self.processes))
         were_there = [rank for rank in self.ranks if rank not in joined]  # the first may be the one that is back
         if before and were_there[:1] == [self.rank]:
             go_on = f"{self.size} of {self._world_size} ranks go on after {seconds:.1f} s"
@@ -377,28 +398,28 @@ class Members:
     # Collectives
 
     @property
-    def shared(self) -> HierarchicalAllReduce | None:
-        """What sums through shared memory, if all members are on one host and can."""
-        return self._group.shared  # type: ignore[no-any-return]
+    def all_reduce(self) -> HierarchicalAllReduce:
+        """What sums over the members."""
+        return self._group.all_reduce  # type: ignore[no-any-return]
 
-    def sum(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
-        """Sums flat CPU tensors over the members, in place: through shared memory, or over Gloo.
+    def sum(self, tensors: Sequence[Tensor], timeout_s: float, keys: Iterable[Hashable] = repeat(None)) -> None:
+        """Sums flat CPU tensors over the members, in place; those with a key may be compressed between hosts.
 
         Raises:
-            RuntimeError: a member is lost, or late: none has come for ``timeout_s``, or a piece has taken that long.
+            RuntimeError: a member is lost, or late: nothing has come from it for ``timeout_s``.
         """
-        shared, group = self.shared, dist.group.WORLD
-        if shared is not None and shared.inside is not None:
-            shared.inside.limit(timeout_s)
-            for tensor in tensors:
-                shared(tensor)
-        elif group is not None:
-            options = dist.AllreduceOptions()
-            options.timeout = timedelta(seconds=timeout_s)
-            sizes = [max(1, _PIECE_BYTES // tensor.element_size()) for tensor in tensors]
-            pieces = [piece for tensor, size in zip(tensors, sizes, strict=True) for piece in tensor.split(size)]  # type: ignore[no-untyped-call]
-            for work in [group.allreduce([piece], options) for piece in pieces]:
-                work.wait()
+        for tensor, key in zip(tensors, keys, strict=False):
+            inside_s = timeout_s + (0 if self.all_reduce.between is None else tensor.nbytes / _SLOWEST_BYTES_A_S)
+            self.all_reduce.limit(timeout_s, inside_s=inside_s)
+            self.all_reduce(tensor, key)
+        if self.all_reduce.between is not None:
+            self._group.wait_slowly()
+
+    def _cut_silent(self) -> None:
+        """Cuts connections to a host that does not answer, for which a collective outside of steps would wait long."""
+        while not self.has_ended:
+            self._group.connections.cut_silent(max(1.0, self.limits.collective_timeout_s))
+            time.sleep(_LOOKS_EVERY_S)
 
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
         """The limit of the sums of a step; after a meeting a rank may still be taking a member's state."""
@@ -428,7 +449,7 @@ class Members:
             pass  # others are lost, or have ended first
         if not finished:
             self.split()
-        self._group.leave_shared()
+        self.all_reduce.close()
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None

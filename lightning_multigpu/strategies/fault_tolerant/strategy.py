@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,13 +24,15 @@ from typing_extensions import override
 
 from lightning_multigpu._lightning_internals import plain_optimizer
 from lightning_multigpu._torchft import torchft
+from lightning_multigpu.communication.compression import make_compressor
 from lightning_multigpu.communication.metered_group import MeteredGroup
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.engine.activation_checkpointing import Choice
 from lightning_multigpu.engine.data_parallel.agreement import LossReduction
 from lightning_multigpu.engine.data_parallel.batch_distribution import distribute_batches
 from lightning_multigpu.engine.data_parallel.common_values import CommonValues, check_replicas
-from lightning_multigpu.engine.data_parallel.outer_optimizer import OUTER_OPTIMIZER, OuterOptimizer
+from lightning_multigpu.engine.data_parallel.gradient_transport import GradientTransport
+from lightning_multigpu.engine.data_parallel.outer_optimizer import OuterOptimizer
 from lightning_multigpu.engine.data_parallel.trained_parameters import not_ignored
 from lightning_multigpu.engine.replaced_attributes import replaced
 from lightning_multigpu.job.batch_feed import batches_to_skip, check_loaders, complete_resumed_epoch, evaluation_limit
@@ -39,7 +41,6 @@ from lightning_multigpu.job.common_stop import share_stops
 from lightning_multigpu.job.process_groups import metered_group
 from lightning_multigpu.job.run_context import RunContext
 from lightning_multigpu.job.supervisor import SupervisorLauncher
-from lightning_multigpu.planning.pipelines.timeline import HeldBytes
 from lightning_multigpu.strategies import option_checks
 from lightning_multigpu.strategies.base import CHECKED_BATCHES
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
@@ -86,6 +87,9 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             Ranks that are lost are missed, and others come in, at the next average.
         outer_optimizer: steps with the average change of the weights, as under ``ring_ddp``; None averages the weights.
             A checkpoint has the states of the first rank's own optimizers.
+        compression: compress the gradients, or with ``outer_optimizer`` the changes, between hosts: "bf16" or "int8".
+            When the members change, errors of compression that were to be sent with the next step are dropped.
+        shared_memory: let ranks of one host sum through shared memory, as under ``ring_ddp``.
         activation_checkpointing: layers that backward computes again, as in
             :class:`~lightning_multigpu.strategies.base.MultiGPUStrategy`.
         options: what the Trainer passes, such as ``parallel_devices`` and ``checkpoint_io``.
@@ -114,10 +118,12 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         check_replicas_every_n_steps: int | None = None,
         average_every: int = 1,
         outer_optimizer: str | dict[str, float] | None = None,
+        compression: str | None = None,
+        shared_memory: bool = True,
         activation_checkpointing: Choice = False,
         **options: Any,
     ) -> None:
-        self._given = option_checks.own_options(FaultTolerantDDPStrategy, locals())
+        self._options = self._given = option_checks.own_options(FaultTolerantDDPStrategy, locals())
         option_checks.check_options(type(self).__name__, options, [*self._given, *_OF_TRAINER])
         for name, value in self._given.items():
             if name in ("min_replicas", "max_restarts") or name.endswith("_s"):
@@ -129,10 +135,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             )
         if not callable(loss_reduction):
             option_checks.check_choice("loss_reduction", loss_reduction, ("mean", "sum"))
-        option_checks.check_number("average_every", average_every, whole=True)
-        if outer_optimizer is not None:
-            option_checks.check_outer(outer_optimizer, average_every)
+        option_checks.check_bools(shared_memory=shared_memory)
+        option_checks.check_averages(average_every, outer_optimizer, compression=compression)
         super().__init__(**options)
+        compressor = None if compression is None else make_compressor(compression)
+        self._transport = GradientTransport(compressor=compressor, shared_memory=shared_memory)
         self.num_nodes = 1
         self.meter = Meter()
         self.evaluates = False
@@ -141,17 +148,11 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self._members: Members | None = None
         self._accumulates = self._averages = self._wants_stop = False
         self._handlers: dict[int, Any] = {}  # of signals, which this strategy has replaced
-        self._outer: OuterOptimizer | None = None  # with average_every
         self._steps_alone = 0
         self._group: tuple[dist.ProcessGroup, MeteredGroup] | None = None
         self._forget_step()
 
     # What callbacks ask
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return dict(self._given)
 
     @property
     def members(self) -> Members:
@@ -170,11 +171,6 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             gather=self.gather_objects,
             member_changes=lambda: [] if self._members is None else self._members.history,
         )
-
-    @override
-    def held_bytes(self) -> HeldBytes:
-        held, outer = super().held_bytes(), 0 if self._outer is None else self._outer.held_bytes
-        return replace(held, optimizer_bytes=held.optimizer_bytes + outer)
 
     # The ranks of the job
 
@@ -287,6 +283,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         reset_seed()
         self._members = Members(
             *(self.run_context, self._given["lighthouse"], self._limits),
+            transport=self._transport,
             is_fit=trainer is not None and trainer.state.fn == TrainerFn.FITTING,
             give=lambda: (self._averages, given_state(trainer), self._outer_state()),
             take=lambda state: self._take(trainer, *state),
@@ -298,9 +295,7 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
     def _take(self, trainer: pl.Trainer, averages: bool, state: dict[str, Any], outer: dict[str, Any]) -> None:
         """Takes another rank's state, if both are at the same place of the program."""
         if not (averages and self._averages):
-            sys.exit(
-                f"ft_ddp: rank {self.global_rank} is behind, at another place of the program: it has to start again"
-            )
+            self.members.exit_behind()
         take_state(trainer, state)
         if self._outer is not None:
             self._load_further_state(outer)
@@ -387,12 +382,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             if self.evaluates and self._members is not None and self._members.has_joined and not self._members.talks:
                 raise MembersLostError("a rank is lost")
             return alone
+        begun_s = time.monotonic()
         try:
             found: T = call(group)
         except RuntimeError as error:
             if not is_of_gloo(error):
                 raise
-            self.members.split(error)
+            self.members.split(error, begun_s)
             if self.evaluates:
                 raise MembersLostError("a rank is lost") from error
             return alone
@@ -589,10 +585,10 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         self.post_backward(closure_loss)
         return closure_loss
 
-    def _average(self, tensors: Callable[[], list[Tensor]], weight: float, of_first: Sequence[Tensor] = ()) -> None:
+    def _average(self, tensors: Callable[[], list[Tensor]], weight: float, further: Sequence[Tensor] = ()) -> None:
         """Averages ``.grad`` of tensors over the members, and over those that are left if one is lost meanwhile.
 
-        They all get the first member's values of the module's buffers, and of ``of_first``.
+        They all get the first member's values, or the averages, of the module's buffers and of ``further`` tensors.
         """
         members, module = self.members, self._module
         has_met, failures, self._has_averaged = False, 0, True
@@ -613,10 +609,12 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             try:
                 said = self._gradients.average(
                     tensors(),
-                    [*self._tensors("_buffers"), *of_first],
+                    [*self._tensors("_buffers"), *further],
                     weight,
                     common=self._values.number(),
+                    loss_scale=self._loss_scaler_scale(),
                     counts=not self._is_foreign,
+                    averages_buffers=self._outer is not None,
                     after_meeting=has_met,
                 )
                 break
@@ -656,24 +654,13 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
         assert self._outer is not None
         unfrozen = self._outer.step([*self._module.parameters()])
         if unfrozen:
-            self._average(list, 1.0, unfrozen)
+            self._average(list, 1 / self.members.size, unfrozen)
         self._steps_alone = 0
 
     def _outer_state(self) -> dict[str, Any]:
         if self._outer is None:
             return {}
         return {**self._further_state(), "anchors": [anchor.detach() for anchor in self._outer.anchors.values()]}
-
-    @override
-    def _further_state(self) -> dict[str, Any]:
-        if self._outer is None:
-            return {}
-        return {OUTER_OPTIMIZER: self._outer.state(dict(self._module.named_parameters()))}
-
-    @override
-    def _load_further_state(self, checkpoint: Mapping[str, Any]) -> None:
-        if self._outer is not None and OUTER_OPTIMIZER in checkpoint:
-            self._outer.load(dict(self._module.named_parameters()), checkpoint[OUTER_OPTIMIZER])
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -59,8 +59,7 @@ class CPUParameterServerStrategy(MultiGPUStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         if self._ranks is None:  # else the other optimizers are refused
-            assert self.groups is not None
-            self._ranks = SharedMemoryAllReduce(self.new_group("data", backend="gloo"))
+            self._ranks = SharedMemoryAllReduce(self.groups.new("data", backend="gloo"))
             self._undo.callback(self._ranks.close)
             self.groups.also_cut.append(self._ranks.abort)
         super().setup_optimizers(trainer)

@@ -97,6 +97,7 @@ class ParameterServerStrategy(MultiGPUStrategy):
         if bucket_cap_mb is not None:
             option_checks.check_number("bucket_cap_mb", bucket_cap_mb)
         super().__init__(**options)
+        self._options |= option_checks.own_options(ParameterServerStrategy, locals())
         self._mode, self._max_staleness = mode, max_staleness
         self._is_asynchronous = mode == "async" and max_staleness != 0
         if self._is_asynchronous and (self.feed.uneven_inputs != "stop" or self.check_replicas_every):
@@ -110,18 +111,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
         self._bucket_cap_mb = bucket_cap_mb
         self._processes: list[ServerProcess] = []
         self._connections: Servers | None = None
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {
-            **super().options,
-            "mode": self._mode,
-            "max_staleness": self._max_staleness,
-            "num_servers": self._num_servers,
-            "servers": "external" if self._are_external else "auto",
-            "bucket_cap_mb": self._bucket_cap_mb,
-        }
 
     @override
     def check_before_launch(self, trainer: pl.Trainer) -> None:
@@ -182,7 +171,6 @@ class ParameterServerStrategy(MultiGPUStrategy):
 
     def _connect(self) -> None:
         """Starts the servers, unless they are external, and connects to them; a collective."""
-        assert self.groups is not None
         store = job_store()
         number = max(2, self.num_nodes) if self._num_servers == "nodes" else self._num_servers
         job = Job(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._pytree import tree_map, tree_map_only
@@ -38,9 +37,8 @@ from lightning_multigpu.engine.pipeline.stages.gradients import DataAxis
 from lightning_multigpu.engine.pipeline.stages.runner import PipelineRunner
 from lightning_multigpu.engine.step_state import seed_of, without_differentiation
 from lightning_multigpu.engine.tensor_split.parts import whole
-from lightning_multigpu.engine.training_memory import held_bytes, measured_bytes
 from lightning_multigpu.planning.pipelines.balance import Bounds
-from lightning_multigpu.planning.pipelines.timeline import StageMemory, StageRecord
+from lightning_multigpu.planning.pipelines.timeline import StageRecord
 from lightning_multigpu.strategies.pipeline.clipping import StageClipping
 from lightning_multigpu.strategies.pipeline.last_stage_outputs import LastStageOutputs
 from lightning_multigpu.strategies.pipeline.preparation import Preparation
@@ -115,9 +113,8 @@ class RunningPipeline:
         strategy = self.strategy
         if strategy.data_parallel_size == 1:
             return None
-        assert strategy.groups is not None
         reducer = strategy._transport.open(
-            strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None, warn=rank_zero_warn
+            strategy.groups, strategy.meter, ranks_per_host=strategy.num_processes, hook=None
         )
         control = strategy.metered(strategy.collectives.data.group, "control")
         strategy.reducer, strategy.buffers = reducer, ModuleBuffers(strategy._module, control)
@@ -288,10 +285,8 @@ class RunningPipeline:
     # Reports
 
     def stage_record(self) -> StageRecord:
-        """The newest steps of this rank's stages, and their memory, with the optimizers' states."""
-        strategy, optimizers, device = self.strategy, self.model.module.trainer.optimizers, self.model.device
-        peak_bytes = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-        held = measured_bytes(self.model.ownership.parameters(), optimizers)
+        """The newest steps of this rank's stages."""
+        strategy = self.strategy
         return StageRecord(
             # Reports show the ranks with the same part of every layer as one pipeline.
             pipeline=strategy.data_parallel_rank * strategy.tensor_parallel_size + strategy.tensor_parallel_rank,
@@ -300,8 +295,6 @@ class RunningPipeline:
             stages_per_rank=self.options.num_stages_of_rank,
             schedule=self.options.schedule,
             steps=self.recorder.steps(),
-            memory=StageMemory(**vars(held), device_peak_bytes=peak_bytes),
-            predicted=held_bytes(self.model.ownership.held(), optimizers),
         )
 
 

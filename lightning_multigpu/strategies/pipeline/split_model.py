@@ -62,14 +62,14 @@ class SplitModel:
     split_layers: SplitLayers | None = None
 
     def __init__(self, strategy: PipelineStrategy, chain: Chain, bounds: Bounds) -> None:
-        ranks = strategy.new_group("pipeline", descending=True)
+        ranks = strategy.groups.new("pipeline", descending=True)
         self.module, self.chain, self.meter, self.device = strategy._module, chain, strategy.meter, strategy.root_device
         self.stages = stages = strategy.metered(ranks, "pipeline")
         is_nccl = dist.get_backend(ranks) == "nccl"
         self.group = PipelineGroup(ranks, self.meter, self.device if is_nccl else _CPU)
         self.on_hosts = self.group
         if is_nccl:  # what hosts agree on need not wait for the devices
-            on_hosts = strategy.new_group("pipeline", backend="gloo", descending=True)
+            on_hosts = strategy.groups.new("pipeline", backend="gloo", descending=True)
             self.on_hosts = PipelineGroup(on_hosts, self.meter, _CPU)
         self.ownership = Ownership(self.module, chain, bounds, stages.rank, stages.size, self.group, self.device)
         self.is_last = self.ownership.position == self.group.num_ranks - 1

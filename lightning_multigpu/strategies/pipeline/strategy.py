@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -114,7 +115,6 @@ class PipelineStrategy(MultiGPUStrategy):
     _running: RunningPipeline | None = None
     _axis: TensorAxis | None = None
     """The ranks that split the layers of this rank's stages; None without a tensor split, and outside of a run."""
-    _accumulating = False
 
     def __init__(
         self,
@@ -136,11 +136,7 @@ class PipelineStrategy(MultiGPUStrategy):
     ) -> None:
         self.pipeline_options = PipelineOptions(**option_checks.own_options(PipelineStrategy, locals()))
         super().__init__(**options)
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        return {**super().options, **vars(self.pipeline_options)}
+        self._options |= vars(self.pipeline_options)
 
     @property
     def pipeline_parallel_size(self) -> int:  # type: ignore[override]
@@ -311,7 +307,7 @@ class PipelineStrategy(MultiGPUStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        pipeline, accumulating = self._pipeline, self._accumulating
+        pipeline, accumulating = self._pipeline, self._accumulates
         pipeline.clipping.hide_gradients()
         multiplier = closure_loss * self.feed.loss_scale
         self.pre_backward(multiplier)
@@ -332,15 +328,6 @@ class PipelineStrategy(MultiGPUStrategy):
     def _updating(self) -> Iterator[None]:
         with self._pipeline.clipping.stepping(), nullcontext() if self._axis is None else self._axis.layers.stepping():
             yield
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Within the block gradients are only accumulated."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
 
     @override
     def _showing_parts(self) -> AbstractContextManager[None]:
@@ -364,21 +351,13 @@ class PipelineStrategy(MultiGPUStrategy):
 
     # Evaluation
 
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context(), self._showing_parts():
-            return self._pipeline.evaluate("validation_step", *args, **kwargs)
+    def _evaluated(self, hook: str, context: str, *args: Any, **kwargs: Any) -> Any:
+        with getattr(self.precision_plugin, context)(), self._showing_parts():
+            return self._pipeline.evaluate(hook, *args, **kwargs)
 
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context(), self._showing_parts():
-            return self._pipeline.evaluate("test_step", *args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """The output of the module's ``predict_step``, on every stage of the pipeline."""
-        with self.precision_plugin.predict_step_context(), self._showing_parts():
-            return self._pipeline.evaluate("predict_step", *args, **kwargs)
+    validation_step = partialmethod(_evaluated, "validation_step", "val_step_context")
+    test_step = partialmethod(_evaluated, "test_step", "test_step_context")
+    predict_step = partialmethod(_evaluated, "predict_step", "predict_step_context")
 
     @override
     def on_predict_start(self) -> None:

@@ -72,12 +72,7 @@ class HybridStrategy(PipelineStrategy):
         super().__init__(
             data_parallel_size=data_parallel_size, pipeline_parallel_size=pipeline_parallel_size, **options
         )
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        sizes = dict(zip(_SIZES, self._asked, strict=True))
-        return {**super().options, **sizes, "plan": self.plan, **self._transport.options}
+        self._options |= option_checks.own_options(HybridStrategy, locals())
 
     # The mesh
 

@@ -88,9 +88,8 @@ def check_uncompiled(module: LightningModule) -> None:
 
 def open_tensor_group(strategy: MultiGPUStrategy, *, shared_memory: bool) -> tuple[TensorGroup, MeteredGroup]:
     """The ranks that split layers, for communication within layers and for everything else, until the run's end."""
-    ranks, readers = strategy.new_group("tensor"), strategy.new_group("tensor", backend="gloo")
+    ranks, readers = strategy.groups.new("tensor"), strategy.groups.new("tensor", backend="gloo")
     group = TensorGroup(ranks, meter=strategy.meter, shared_memory=shared_memory, readers=readers)
-    assert strategy.groups is not None
     strategy.groups.also_cut.append(group.abort)
     strategy._undo.callback(group.close)
     strategy._undo.enter_context(functions_get_whole())

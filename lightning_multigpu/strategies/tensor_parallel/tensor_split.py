@@ -105,6 +105,8 @@ class TensorSplitStrategy(RingDDPStrategy):
             )
         if (outer := self._given["outer_optimizer"]) is not None:
             raise ValueError(f"outer_optimizer={outer!r}: its weights and momentum are not split; leave it out")
+        self._options |= option_checks.own_options(TensorSplitStrategy, locals())
+        del self._options["compression"]  # it has none
         self._asked_size = tensor_parallel_size
         self._plan: Plan = plan
         self._verify_steps = verify_steps
@@ -113,14 +115,6 @@ class TensorSplitStrategy(RingDDPStrategy):
         self._peers: MeteredGroup | None = None
         self._layers: SplitLayers | None = None
         self._split_plan: SplitPlan | None = None
-
-    @property
-    @override
-    def options(self) -> dict[str, Any]:
-        own = {"tensor_parallel_size": self._asked_size, "plan": self._plan, "verify_steps": self._verify_steps}
-        options = {**super().options, **own}
-        del options["compression"]  # it has none
-        return options
 
     @property
     def tensor_parallel_size(self) -> int:  # type: ignore[override]

@@ -125,6 +125,7 @@ def main() -> None:
     rank, directory = next((int(each) for each in ranks_by_launcher if each), 0), Path(os.environ["DIRECTORY"])
     ranks = int(os.environ.get("WORLD_SIZE", 2))
     devices = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    rank += int(os.environ.get("NODE_RANK", 0)) * devices
     plan: dict[str, Any] = json.loads(os.environ["PLAN"])
     module = Noted(plan, rank, directory)
     callbacks: list[Any] = []

@@ -9,18 +9,25 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_multigpu.communication.hierarchy import HierarchicalAllReduce
 from lightning_multigpu.communication.metering.meter import Meter
 from lightning_multigpu.strategies.fault_tolerant.averaging import GradientAverage
 from lightning_multigpu.strategies.fault_tolerant.members import Members
 
+FLAGS = {"counts": True, "averages_buffers": False, "after_meeting": False}
+OPTIONS: dict[str, Any] = {"common": 0.0, "loss_scale": 1.0, **FLAGS}
+
 
 class Two:
-    """Two members with the same gradients, of which one is lost in the sums that are told."""
+    """Two members with the same gradients, of which one is lost in the sum with the number ``fails_at``.
 
-    size, index, ranks, shared, wants_to_leave = 2, 0, (0, 1), None, False
+    With ``has_ones`` the other one's gradients are ones, and it has one of each parameter.
+    """
+
+    size, index, ranks, wants_to_leave, all_reduce = 2, 0, (0, 1), False, HierarchicalAllReduce(None, None)
 
     def __init__(self) -> None:
-        self.fails_at, self.sums = -1, 0
+        self.fails_at, self.sums, self.has_ones = -1, 0, False
 
     def wants_meeting(self) -> bool:
         return False
@@ -28,11 +35,14 @@ class Two:
     def timeout_s(self, size_bytes: int, *, meets: bool) -> float:
         return 1.0
 
-    def sum(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
+    def sum(self, tensors: Sequence[Tensor], timeout_s: float, keys: Sequence[Any] = ()) -> None:
         self.sums += 1
         for tensor in tensors:
             if tensor.dtype == torch.float64:  # the header, to which the other one adds its numbers
                 tensor[3::2] = tensor[2::2]
+                tensor[-1] += self.has_ones  # stands for which gradients there are
+            elif self.has_ones:
+                tensor.add_(1)
             else:
                 tensor.mul_(2)
         if self.sums == self.fails_at:
@@ -47,8 +57,28 @@ def test_a_rank_alone_divides_by_its_weight() -> None:
         parameter = nn.Parameter(torch.zeros(1))
         parameter.grad = torch.tensor([2.0 * weight])
         average = GradientAverage(cast(Members, members), Meter())
-        average.average([parameter], [], weight, common=0.0, counts=True, after_meeting=False)
+        average.average([parameter], [], weight, **OPTIONS)
         assert parameter.grad.tolist() == [2.0]
+
+
+def test_a_gradient_that_another_rank_has() -> None:
+    members = Two()
+    members.has_ones = True
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    parameters[0].grad = torch.tensor([2.0])
+    GradientAverage(cast(Members, members), Meter()).average(parameters, [], 1.0, **OPTIONS)
+    assert [None if each.grad is None else each.grad.tolist() for each in parameters] == [[3.0], [1.0]]
+
+
+def test_buffers() -> None:
+    """Ranks that step alone got the first one's statistics, where ``ring_ddp`` averages them."""
+    members = Two()
+    members.index = 1  # the other one says that it has no weight, and no values
+    for averages, expected in (False, [0.0, 0]), (True, [6.0, 0]):
+        buffers = [torch.tensor(3.0), torch.tensor(7)]
+        options = {**OPTIONS, "averages_buffers": averages}
+        GradientAverage(cast(Members, members), Meter()).average([], buffers, 0.5, **options)
+        assert [buffer.item() for buffer in buffers] == expected
 
 
 @pytest.mark.parametrize("clears", [True, False], ids=["new gradients", "gradients added to the last average"])
@@ -58,8 +88,7 @@ def test_gradients_stay_until_a_sum_has_succeeded(clears: bool) -> None:
     parameter = nn.Parameter(torch.zeros(3))
 
     def averaged() -> list[float]:
-        options: dict[str, Any] = {"common": 0.0, "counts": True, "after_meeting": False}
-        average.average([parameter], [], 1.0, **options)
+        average.average([parameter], [], 1.0, **OPTIONS)
         assert parameter.grad is not None
         return parameter.grad.tolist()
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lightning_multigpu._torchft import start_lighthouse
+from lightning_multigpu.emulation import EmulatedHosts
 from lightning_multigpu.job.supervisor import LIGHTHOUSE
 from lightning_multigpu.report import document
 from tests.launch import job as launch_job
@@ -96,24 +97,39 @@ def pause_of(job: Job, rank: int, lost: int) -> float:
     return max(b - a for a, b in itertools.pairwise(times[:3]))
 
 
-def assert_alike(results: dict[int, dict[str, Any]], job: Job, samples: int = SAMPLES) -> None:
+def assert_alike(results: dict[int, dict[str, Any]], job: Job, rel: float = 1e-9) -> None:
     """All ranks have equal bits, and the weights of one device that has seen the same samples."""
     first = next(iter(results.values()))
     for result in results.values():
         assert result == first
-    assert first["weights"] == pytest.approx(replayed(job, samples), rel=1e-9)
+    assert first["weights"] == pytest.approx(replayed(job), rel=rel)
+
+
+def await_text(path: Path, text: str, job: launch_job.Job, timeout_s: float = 30.0) -> None:
+    """Waits until a file has the text."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"no {text!r} in {path}:\n{job.output(0)}\n{job.output(1)}"
+        time.sleep(0.05)
 
 
 def fault(rank: int, step: int, signal: str = "SIGKILL", **options: Any) -> dict[str, Any]:
     return {"rank": rank, "step": step, "signal": signal, **options}
 
 
-def test_no_loss(tmp_path: Path) -> None:
-    with Job(tmp_path, {"trainer": {"max_epochs": 2}, "pause_s": 0}) as job:
+@pytest.mark.parametrize(
+    ("options", "rel"),
+    # Of gradients in 8 bits; the errors of a step travel with the next one.
+    [({}, 1e-9), ({"shared_memory": False, "compression": "int8"}, 1e-3)],
+    ids=["exact", "compressed"],
+)
+def test_no_loss(options: dict[str, Any], rel: float, tmp_path: Path) -> None:
+    with Job(tmp_path, {"trainer": {"max_epochs": 2}, "options": options, "pause_s": 0}) as job:
         assert job.run() == [0, 0]
         results = job.results()
         assert [result["step"] for result in results.values()] == [20, 20]
-        assert_alike(results, job)
+        assert_alike(results, job, rel)
+        assert (results[0]["weights"] == pytest.approx(replayed(job), rel=1e-6)) == (not options)
         assert samples_of_epochs(job) == [Counter(range(SAMPLES))] * 2
 
 
@@ -144,11 +160,13 @@ def test_a_killed_rank(tmp_path: Path) -> None:
         assert "Ranks that were lost, or came in:" in job.output()
 
 
-@pytest.mark.parametrize("validate", [{}, {"validate": True, "validates_first": True}])
-def test_a_rank_that_is_started_again(validate: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "given", [{"options": {"shared_memory": False}}, {"validate": True, "validates_first": True}], ids=str
+)
+def test_a_rank_that_is_started_again(given: dict[str, Any], tmp_path: Path) -> None:
     """Where a script validated before it fitted, the rank ended there, with status 0, and never came back."""
     trainer = {"max_epochs": -1, "max_steps": 200}
-    plan = {"trainer": trainer, "faults": [fault(1, 6)], "pause_s": 0.03, "unfreezes": 3, **validate}
+    plan = {"trainer": trainer, "faults": [fault(1, 6)], "pause_s": 0.03, "unfreezes": 3, **given}
     with Job(tmp_path, plan) as job:
         assert job.run(restarts=1) == [0, 0]
         results = job.results()
@@ -219,6 +237,26 @@ def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
         assert job.run() == [0, 0]
         assert_alike(job.results(), job)
         assert pause_of(job, 0, 1) < 3
+        assert "rank 1 is back" in job.output()
+
+
+def test_a_rank_that_is_stopped_in_a_validation(tmp_path: Path) -> None:
+    """It waited for the others, which had gone on without it, and had their supervisor end them as if they hung."""
+    plan = {
+        "trainer": {"max_epochs": -1, "max_steps": 250},
+        "faults": [fault(1, 20, "SIGSTOP", where="validation")],
+        "options": {"straggler_timeout_s": 2},
+        "pause_s": 0.03,
+        "validate": True,
+    }
+    with Job(tmp_path, plan) as job:
+        job.wait_for_loss(1)
+        while max(note.get("step", 0) for note in job.notes(0)) < 25:
+            time.sleep(0.05)
+        job.processes[1].send_signal(signal.SIGCONT)
+        assert job.run(restarts=1) == [0, 0]
+        assert_alike(job.results(), job)
+        assert "rank 1 is behind, at another place of the program: it has to start again" in job.output()
         assert "rank 1 is back" in job.output()
 
 
@@ -299,6 +337,26 @@ def test_torchrun(agents: int, tmp_path: Path) -> None:
     assert first["step"] >= 150
     for line in "all ranks were lost, and begin from", "rank 0 is back at step":
         assert (line in output) == ((agents == 1) == line.startswith("all"))
+
+
+@pytest.mark.hosts
+def test_a_host_that_is_cut_off(hosts: EmulatedHosts, tmp_path: Path) -> None:
+    """Outside of a step, where ranks may be late, the other host waited until the link was back, or for a minute."""
+    faults = [fault(1, 20, "hang", where="validation")]
+    plan = {"trainer": {"max_epochs": 2}, "faults": faults, "validate": True, "pause_s": 0}
+    variables = {"PLAN": json.dumps(plan), "DIRECTORY": str(tmp_path), "LOCAL_WORLD_SIZE": "1"}
+    with launch_job.Job(tmp_path / "logs") as job:
+        for host in hosts:
+            job.start(host, [sys.executable, "-m", program.__name__], {**host.environment(), **variables})
+        await_text(tmp_path / "notes1.jsonl", "lost", job)
+        hosts.switch.run("ip", "link", "set", "port1", "down")
+        try:
+            await_text(tmp_path / "result0.json", "}", job)
+        finally:
+            hosts.switch.run("ip", "link", "set", "port1", "up")
+        assert "rank 1 is lost at step 20: 1 of 2 ranks go on" in job.output(0)
+    result = json.loads((tmp_path / "result0.json").read_text())
+    assert (result["step"], result["metrics"]["val_samples"]) == (20, 15)
 
 
 def test_slurm(tmp_path: Path) -> None:
