@@ -15,8 +15,6 @@ Each process brings a server of its own, a fork of the first one, which answers 
 command and the spawning and the fork server of ``multiprocessing``: ranks and parameter servers are its children.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import gc
