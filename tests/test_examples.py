@@ -71,14 +71,17 @@ def test_configuration_is_one_that_the_command_takes(name: str, capsys: pytest.C
 
 
 @pytest.mark.launch
-def test_configuration_trains(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "options"), [("ring_ddp", ()), ("global_batch", ("--trainer.strategy=ring_ddp", "--trainer.devices=2"))]
+)
+def test_configuration_trains(tmp_path: Path, name: str, options: tuple[str, ...]) -> None:
     """With 64 images a step, under another strategy than its own too."""
-    options = "--trainer.max_epochs=1", "--trainer.strategy=ring_ddp", "--trainer.devices=2"
-    run(tmp_path, "-m", "lightning_multigpu", "fit", f"--config={ROOT / 'configs/global_batch.yaml'}", *options)
-    report = json.loads((tmp_path / "runs/global_batch/version_0/multigpu_report.json").read_text())
+    config = f"--config={ROOT / f'configs/{name}.yaml'}"
+    run(tmp_path, "-m", "lightning_multigpu", "fit", config, "--trainer.max_epochs=1", *options)
+    report = json.loads((tmp_path / f"runs/{name}/version_0/multigpu_report.json").read_text())
     assert report["strategy"] == {"name": "ring_ddp", "options": {}}
     assert (report["global_batch"], report["steps"]) == (64, 20)
-    assert (tmp_path / "runs/global_batch/version_0/checkpoints/last.ckpt").is_file()
+    assert (tmp_path / f"runs/{name}/version_0/checkpoints/last.ckpt").is_file()
 
 
 @pytest.mark.launch
