@@ -30,7 +30,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from benchmarks.heading import heading, quiet
 from examples.language_model import ByteGPT, TextData
-from lightning_multigpu import RingDDPStrategy
+from lightning_multigpu import FaultTolerantDDPStrategy, RingDDPStrategy
 from lightning_multigpu.bench.strategies.models import BenchMLP, repeated
 
 _RANKS = 4
@@ -43,7 +43,9 @@ _RUNS: dict[str, dict[str, Any]] = {
     "outer_optimizer, int8": {**_EVERY, "outer_optimizer": "nesterov", "compression": "int8"},
 }
 _TRAINED = ("ring_ddp", "average_every", "outer_optimizer, int8")
-_TIMED = ("ring_ddp", "compression=int8", "outer_optimizer, int8")
+_FT = "outer_optimizer, int8, ft_ddp"
+_RUNS[_FT] = _RUNS["outer_optimizer, int8"]
+_TIMED = ("ring_ddp", "compression=int8", "outer_optimizer, int8", _FT)
 _WARM_UP = 50
 
 
@@ -126,7 +128,8 @@ def timed(run: str, folder: Path) -> None:
     torch.manual_seed(int(os.environ["NODE_RANK"]))
     model = BenchMLP()
     data = repeated(model.example_batch(64), 64, 2 * every, _RANKS)
-    fit(model, data, folder / "figures.json", 2 * every, RingDDPStrategy(**_RUNS[run]), enable_checkpointing=False)
+    strategy = (FaultTolerantDDPStrategy if run == _FT else RingDDPStrategy)(**_RUNS[run])
+    fit(model, data, folder / "figures.json", 2 * every, strategy, enable_checkpointing=False)
 
 
 def step_times(folder: Path) -> None:
@@ -148,6 +151,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=50, help="steps between two averages (%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--runs", nargs="*", default=_TRAINED, choices=list(_RUNS))
+    parser.add_argument("--only-hosts", action="store_true", help="leave out the losses")
     parser.add_argument("--no-hosts", action="store_true", help="leave out the time of steps between hosts")
     parser.add_argument("--timed", choices=_TIMED, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
@@ -162,7 +166,7 @@ def main() -> None:
     print(f"{'':36}{'loss':>10}{'to ring_ddp':>14}{'MB sent':>10}{'1 / part of ring_ddp':>22}", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder, reference = Path(name), (0.0, 0)
-        for run in given.runs:
+        for run in () if given.only_hosts else given.runs:
             found = [trained(run, given, seed, folder) for seed in given.seeds]
             loss, sent = statistics.mean(each[0] for each in found), found[0][1]
             reference = reference if reference[1] else (loss, sent)

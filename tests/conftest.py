@@ -1,7 +1,5 @@
 """Fixtures of all tests: the worlds of ranks, and a test that leaves something behind fails under its own name."""
 
-from __future__ import annotations
-
 import gc
 import os
 import random
@@ -9,13 +7,9 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
-
-if TYPE_CHECKING:
-    from lightning_multigpu.emulation import EmulatedHosts
-    from tests.fake_gpu import FakeGPU
 
 from tests import preforked
 from tests.environment import sitecustomize  # noqa: F401 - for this process too
@@ -129,7 +123,7 @@ def world(request: pytest.FixtureRequest) -> World:
 
 
 @pytest.fixture
-def hosts() -> Iterator[EmulatedHosts]:
+def hosts() -> Iterator[Any]:
     """Two emulated hosts joined by 1 Gbit/s each way, burst 512 KiB, MTU 1500; see also the marker ``hosts``."""
     require_hosts()
     from lightning_multigpu.emulation import EmulatedHosts
@@ -139,7 +133,7 @@ def hosts() -> Iterator[EmulatedHosts]:
 
 
 @pytest.fixture
-def fake_gpu() -> Iterator[FakeGPU]:
+def fake_gpu() -> Iterator[Any]:
     """A stand-in for a GPU, in the process of pytest; see :mod:`tests.fake_gpu`."""
     from tests.fake_gpu import installed
 

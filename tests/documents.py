@@ -1,7 +1,5 @@
 """Code in documents and examples: blocks of Markdown, the cells of a notebook, and running them as a user would."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -9,8 +9,6 @@ The host's clock stands still unless something waits for the device. Work that i
 Values are not computed: torch's fake tensors have shapes, dtypes and devices only.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -55,7 +53,7 @@ class FakeGPU:
         finally:
             self.stream = before
 
-    def collective(self, *args: Any, async_op: bool = False, **kwargs: Any) -> Work | None:
+    def collective(self, *args: Any, async_op: bool = False, **kwargs: Any) -> "Work | None":
         """In place of a function of ``torch.distributed``: on NCCL's stream, behind the current one."""
         self.run(self.collective_s, stream="nccl", after=self.stream)
         work = Work(self, args[0] if args else None, self.end_s("nccl"))
@@ -74,13 +72,13 @@ class Work:
     def wait(self) -> None:
         self._gpu.run(max(0.0, self._end_s - self._gpu.end_s(self._gpu.stream)))
 
-    def get_future(self) -> Work:
+    def get_future(self) -> "Work":
         return self
 
     def value(self) -> list[Any]:
         return [self._value]
 
-    def then(self, callback: Callable[[Any], Any]) -> Work:
+    def then(self, callback: Callable[[Any], Any]) -> "Work":
         """Runs the callback at once, on a stream that waits for the work; as torch does for futures of a device."""
         with self._gpu.on("of a callback"):
             self.wait()
@@ -109,7 +107,7 @@ class Event:
         self.gpu.waits += 1
         self.gpu.now_s = max(self.gpu.now_s, self._at_s)
 
-    def elapsed_time(self, end: Event) -> float:
+    def elapsed_time(self, end: "Event") -> float:
         assert self.query()
         assert end.query(), "its time is not known yet"
         assert self._at_s is not None

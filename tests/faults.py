@@ -3,22 +3,18 @@
 The callbacks go into every rank's Trainer and act on the one rank only, with every strategy and launcher.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
+import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch.utils.data import DataLoader, get_worker_info
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +36,7 @@ class Fault:
         self.action()
 
 
-def plant(action: Callable[[], object], *, rank: int, step: int = 0, where: Where = "training") -> PlantedFault:
+def plant(action: Callable[[], object], *, rank: int, step: int = 0, where: Where = "training") -> "PlantedFault":
     """A callback that calls ``action`` once on one rank, at the first occasion after ``step`` optimizer steps.
 
     With a spawning launcher ``action`` has to be picklable. The values of ``where``:

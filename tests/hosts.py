@@ -1,7 +1,5 @@
 """Emulated hosts for tests: skipped with the reason on a user's machine, never in CI."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """What code left behind in its process: threads, children, open files, environment, handlers, torch's settings."""
 
-from __future__ import annotations
-
 import gc
 import os
 import signal
@@ -53,7 +51,7 @@ class ProcessState:
     torch_settings: dict[str, Any]
 
     @classmethod
-    def take(cls, *, ignored_children: Collection[int] = (), with_files: bool = True) -> ProcessState:
+    def take(cls, *, ignored_children: Collection[int] = (), with_files: bool = True) -> "ProcessState":
         """Photographs this process. Ignored children belong to the tests, and so do the files of a test runner."""
         return cls(
             environment={k: v for k, v in os.environ.items() if k not in _ENVIRONMENT_THAT_MAY_CHANGE},
@@ -67,7 +65,7 @@ class ProcessState:
             torch_settings=_torch_settings(),
         )
 
-    def differences(self, later: ProcessState) -> list[str]:
+    def differences(self, later: "ProcessState") -> list[str]:
         """One line for each thing that ``later`` has and this state has not, and for each setting that changed."""
         lines = [
             f"environment: {line}"

@@ -1,7 +1,5 @@
 """Modules, a callback and a stream that the tests of several strategies train with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -15,8 +15,6 @@ Each process brings a server of its own, a fork of the first one, which answers 
 command and the spawning and the fork server of ``multiprocessing``: ranks and parameter servers are its children.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import gc
@@ -60,6 +58,7 @@ class _Request:
     directory: str
     parent: int
     new_session: bool
+    process_group: int
     own_terminal: bool
     namespace: int | None
     descriptors: tuple[int, ...] = field(default=())  # their numbers in the process
@@ -89,12 +88,13 @@ def _fork_instead(
     process: Any, place: Mapping[str, Any], args: Any, executable: Any, preexec_fn: Any, close_fds: Any, pass_fds: Any,
     cwd: Any, env: Any, startupinfo: Any, creationflags: Any, shell: Any, p2cread: int, p2cwrite: int, c2pread: int,
     c2pwrite: int, errread: int, errwrite: int, restore_signals: Any, gid: Any, gids: Any, uid: Any, umask: Any,
-    start_new_session: bool, *rest: Any,
+    start_new_session: bool, process_group: int,
 ) -> None:  # fmt: skip
     """``Popen._execute_child`` by a fork."""
     assert preexec_fn is None, "the process is not forked from this one"
     streams = [number if given == -1 else given for number, given in enumerate((p2cread, c2pwrite, errwrite))]
-    process.pid = _fork(args, streams, pass_fds, env=env, cwd=cwd, new_session=start_new_session, **place)
+    groups = {"new_session": start_new_session, "process_group": process_group}
+    process.pid = _fork(args, streams, pass_fds, env=env, cwd=cwd, **groups, **place)
     process._child_created = True
     process._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
 
@@ -113,8 +113,8 @@ def _fork(command: Any, streams: Sequence[int], others: Sequence[int], *, env: A
 
 def spawn(path: Any, args: Any, descriptors: Any, namespace: int | None = None) -> int:
     """``multiprocessing.util.spawnv_passfds`` by a fork."""
-    place = {"own_terminal": False, "namespace": namespace}
-    return _fork(args, (0, 1, 2), descriptors, env=None, cwd=None, new_session=False, **place)
+    place = {"new_session": False, "process_group": -1, "own_terminal": False, "namespace": namespace}
+    return _fork(args, (0, 1, 2), descriptors, env=None, cwd=None, **place)
 
 
 def works() -> bool:
@@ -223,6 +223,8 @@ def _serve(channel: socket.socket) -> tuple[_Request, list[int]]:
             _await_parent(request.parent)
             if request.new_session:
                 os.setsid()
+            if request.process_group >= 0:
+                os.setpgid(0, request.process_group)
             channel.send(str(os.getpid()).encode())
             channel.close()
             return request, descriptors

@@ -10,8 +10,6 @@ Protocol over the connection, one round a call; every message is a tuple that st
     ("close",)                           ---->   ends
 """
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import functools
@@ -22,6 +20,7 @@ import pickle
 import random
 import reprlib
 import signal
+import socket
 import sys
 import time
 import traceback
@@ -66,9 +65,15 @@ def init_group(timeout_s: float = 30.0) -> None:
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        dist.init_process_group(
-            "gloo", rank=rank(), world_size=world_size(), timeout=timedelta(seconds=timeout_s)
-        )  # fmt: skip
+        while rank() and not _is_listening(int(os.environ["MASTER_PORT"])):
+            time.sleep(0.002)  # torch tries again after 0.5 s and more
+        timeout = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", rank=rank(), world_size=world_size(), timeout=timeout)
+
+
+def _is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def main(file_descriptor: int) -> None:

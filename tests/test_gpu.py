@@ -1,7 +1,5 @@
 """Checks on GPUs are those of ``python -m benchmarks.gpu``: ``pytest -m gpu`` runs them where there is a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Names the piece of Lightning that has moved, instead of letting a user find out by an import error."""
 
-from __future__ import annotations
-
 import inspect
 
 import pytest

@@ -1,7 +1,5 @@
 """The tables of mutants still fit the package and its tests; ``python -m tests.mutants`` runs the mutants."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from tests.mutants import load

@@ -1,7 +1,5 @@
 """What the package promises about itself: its needs, its layers, its public names, and that its documents keep up."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import inspect
@@ -310,8 +308,7 @@ class TestDocuments:
             assert f"`{row.name}`" in self.README
 
     @pytest.mark.parametrize(
-        "strategy",
-        dict.fromkeys(c for row in STRATEGIES for c in own_classes(row.strategy) if "__init__" in vars(c)),
+        "strategy", dict.fromkeys(c for row in STRATEGIES for c in own_classes(row.strategy) if "__init__" in vars(c))
     )
     def test_docstring_has_every_option(self, strategy: type) -> None:
         """The pages take their tables of options from there."""

@@ -1,7 +1,5 @@
 """What stands in for newer parts of torch gives the same on this version of torch as these parts do."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """The tests' own world: failures arrive as what they are, at once, and the next call finds everything clean."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal
@@ -31,7 +29,7 @@ class OutOfRangeError(ValueError):
         super().__init__(f"value={value} is too large")
         self.value = value
 
-    def __reduce__(self) -> tuple[type[OutOfRangeError], tuple[int]]:
+    def __reduce__(self) -> "tuple[type[OutOfRangeError], tuple[int]]":
         return OutOfRangeError, (self.value,)
 
 

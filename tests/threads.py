@@ -1,7 +1,5 @@
 """Ranks that are threads of the test."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

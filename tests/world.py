@@ -15,8 +15,6 @@ Within a call ``LOCAL_RANK``, ``NODE_RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and
 ``Trainer(devices=4, ...)`` sees processes that were started from outside and starts none.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

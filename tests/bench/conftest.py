@@ -1,7 +1,5 @@
 """A bench leaves no rank behind; the leak test of all tests cannot tell ranks from the server that forks them."""
 
-from __future__ import annotations
-
 import multiprocessing.util
 import time
 from collections.abc import Iterator

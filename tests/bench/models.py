@@ -1,7 +1,5 @@
 """Models and data as a user brings them, and a strategy that fails; ranks import this module."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Implementations with a fault each. Their ranks import this module, and without Lightning that takes no time."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

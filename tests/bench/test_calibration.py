@@ -1,7 +1,5 @@
 """Calibration: costs that are found again from steps that were predicted with them, and a short real run."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """``bench collectives`` as a user runs it, on real ranks; what it writes; what becomes of faulty back ends."""
 
-from __future__ import annotations
-
 import json
 from argparse import ArgumentTypeError
 from collections.abc import Iterator

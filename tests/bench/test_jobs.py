@@ -1,7 +1,5 @@
 """Jobs of ranks: what they answer, how their failures are told, on one host and several; and where ranks come from."""
 
-from __future__ import annotations
-
 import base64
 import os
 import pickle

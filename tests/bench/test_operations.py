@@ -1,7 +1,5 @@
 """What every collective has to give, by the definition of each, and that the check sees every mistake."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Benches on hosts with fewer GPUs than ranks: the command refused, or did not say that its times are no forecast."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 
 import lightning.fabric.accelerators.cuda

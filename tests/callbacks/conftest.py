@@ -1,7 +1,5 @@
 """Fixtures of the callbacks' tests."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.callbacks.training import HandClock, hand_clock

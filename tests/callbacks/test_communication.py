@@ -1,7 +1,5 @@
 """What is read from a meter: hand-made ones, whose clock the test moves, with exact numbers; and real fits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

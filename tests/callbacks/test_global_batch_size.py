@@ -1,7 +1,5 @@
 """The global batch: it is told at the start of every fit, and GlobalBatchSize keeps it under any strategy."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from contextlib import nullcontext

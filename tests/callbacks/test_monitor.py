@@ -1,7 +1,5 @@
 """The logging of all monitors: where their figures stand in the files of loggers."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What other processes take of a machine: readings, and shares of made-up readings."""
 
-from __future__ import annotations
-
 import multiprocessing
 import time
 
@@ -31,7 +29,7 @@ def work(seconds: float) -> None:
 
 def test_processes_that_this_one_has_started_are_its_own() -> None:
     before = usage()
-    process = multiprocessing.get_context("fork").Process(target=work, args=(time.process_time() + 0.3,))
+    process = multiprocessing.get_context("fork").Process(target=work, args=(0.3,))
     process.start()
     process.join()
     after = usage()

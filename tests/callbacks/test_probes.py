@@ -1,7 +1,5 @@
 """Where figures about devices come from, with a made-up NVML and made-up processor times."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options in remedies, which the strategy of the run takes; and the name and options under which it is reported."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
@@ -63,7 +61,7 @@ def test_the_strategy_of_the_run_takes_the_options_that_remedies_name(name: str,
 def test_the_right_option_for_each_strategy() -> None:
     found = {row.name: remedies(make_strategy(row.name)) for row in STRATEGIES}
     compressed = {name for name, of in found.items() if 'compression="bf16"' in of["communication"]}
-    assert compressed == {"ring_ddp", "ring_ddp_spawn", "hybrid"}
+    assert compressed == {"ring_ddp", "ring_ddp_spawn", "hybrid", "ft_ddp"}
     for name in ("ring_ddp", "hybrid"):
         assert "bf16" not in remedies(make_strategy(name), num_nodes=1)["communication"], "no host is far away"
     assert "accumulate" in found["cpu_ps"]["communication"]

@@ -1,7 +1,5 @@
 """RunReport in real fits: the file, the table, and the ways in which a fit can end."""
 
-from __future__ import annotations
-
 import platform
 from datetime import timedelta
 from pathlib import Path
@@ -15,12 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_multigpu import RingDDPStrategy
-from lightning_multigpu.callbacks import (
-    KEYS,
-    ProfilerReport,
-    RunReport,
-    ThroughputMonitor,
-)
+from lightning_multigpu.callbacks import KEYS, ProfilerReport, RunReport, ThroughputMonitor
 from lightning_multigpu.callbacks.monitor import keys_of
 from lightning_multigpu.report.document import FILE_NAME, read
 from lightning_multigpu.report.schema import as_json

@@ -1,7 +1,5 @@
 """The phases of a step: each moment belongs to one."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_multigpu.callbacks.profile.profiled_steps import Span, partition, phase_of, seconds_of
@@ -28,12 +26,7 @@ def test_phase_of_an_action(action: str, phase: str) -> None:
 
 
 def test_the_innermost_action_counts_and_overlays_cover_it() -> None:
-    spans = [
-        Span(1.0, 2.0, "data_wait"),
-        Span(3.0, 9.0, "optimizer"),
-        Span(4.0, 5.0, "forward"),
-        Span(5.0, 8.0, "backward"),
-    ]
+    spans = [Span(1, 2, "data_wait"), Span(3, 9, "optimizer"), Span(4, 5, "forward"), Span(5, 8, "backward")]
     parts = partition(spans, [[Span(6.0, 7.0, "communication")], [Span(6.5, 7.5, "stage_wait")]], 0.0, 10.0)
     assert [(p.name, p.start_s, p.end_s) for p in parts] == [
         ("other", 0.0, 1.0),
@@ -58,12 +51,7 @@ def test_what_is_outside_of_the_step_is_left_out() -> None:
 
 def test_a_later_span_of_a_list_covers_an_earlier_one() -> None:
     """Also where both cross, and where many begin together: each moment belongs to the last that covers it."""
-    spans = [
-        Span(0.0, 6.0, "forward"),
-        Span(0.0, 3.0, "backward"),
-        Span(4.0, 8.0, "optimizer"),
-        Span(5.0, 5.0, "other"),
-    ]
+    spans = [Span(0, 6, "forward"), Span(0, 3, "backward"), Span(4, 8, "optimizer"), Span(5, 5, "other")]
     cover = [Span(2.0, 5.0, "communication")]
     parts = partition(spans, [cover], 0.0, 9.0)
     for at_s in (half / 2 for half in range(1, 18, 2)):

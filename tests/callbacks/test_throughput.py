@@ -1,7 +1,5 @@
 """ThroughputMonitor in real fits of one device, on a clock that the fit moves: exact rates."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace

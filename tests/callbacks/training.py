@@ -1,7 +1,5 @@
 """A tiny training run on a clock that stands still except where the run moves it, so that every rate is exact."""
 
-from __future__ import annotations
-
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path

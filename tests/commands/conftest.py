@@ -1,7 +1,5 @@
 """The process and the directory in which commands run as a user's."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

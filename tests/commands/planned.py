@@ -1,7 +1,5 @@
 """A module, data and a machine of which ``plan`` makes plans, and what was done with them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -28,7 +26,7 @@ events: list[str] = []
 class Model(L.LightningModule):
     """Of equal layers, each of which keeps its input for backward; it cannot be trained."""
 
-    made: list[Model] = []  # noqa: RUF012
+    made: "list[Model]" = []  # noqa: RUF012
 
     def __init__(self, optimizer: str = "Adam") -> None:
         super().__init__()
@@ -56,14 +54,6 @@ class Model(L.LightningModule):
 
     def teardown(self, stage: str) -> None:
         events.append("teardown")
-
-
-class Residual(Model):
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        x = batch[0]
-        for layer in self.layers:
-            x = x + layer(x)
-        return x.mean()
 
 
 class Manual(Model):

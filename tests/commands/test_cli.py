@@ -1,7 +1,5 @@
 """The command line as a user meets it: what it accepts, and one clear message for what it does not."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess
@@ -9,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch.distributed as dist
 import yaml
@@ -184,6 +183,8 @@ class TestAccepted:
             main(["fit", "--model=project.Model", "--trainer.devices=5", "--print_config"])
         trainer = yaml.safe_load(capsys.readouterr().out)["trainer"]
         assert (trainer["num_nodes"], trainer["devices"]) == (3, "5"), "what is given stands"
+        without_command = L.Trainer(accelerator="cpu", strategy="ring_ddp", logger=False, enable_checkpointing=False)
+        assert (without_command.num_nodes, without_command.num_devices) == (3, 2)
         with pytest.raises(SystemExit):
             main(["fit", "--model=project.Model", "--print_config"])
         assert int(yaml.safe_load(capsys.readouterr().out)["trainer"]["devices"]) == 2

@@ -1,7 +1,5 @@
 """``lightning-multigpu doctor``: the report of a host, what is broken there, and what differs between hosts."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """``lightning-multigpu new``: a directory that trains at once; test_packaging trains it from the installed wheel."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``fit --resume``: a run that was stopped goes on, and nothing begins anew in silence."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

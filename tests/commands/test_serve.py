@@ -1,7 +1,5 @@
 """Parameter servers that are started by hand."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -9,12 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch.callbacks import Callback
 
 from lightning_multigpu import ParameterServerStrategy
 from lightning_multigpu.cli import main
+from lightning_multigpu.job import failure_watch
 from tests import preforked
 from tests.strategies.tasks import (
     Case,
@@ -96,7 +96,8 @@ def test_a_server_that_is_interrupted_tells_the_workers(world2: World) -> None:
     def work(port: int, server_pid: int) -> None:
         os.environ["MASTER_PORT"] = str(port)
         strategy = ParameterServerStrategy(servers="external", join_timeout_s=20)
-        fit_module(Classifier(), strategy, 2, CASE, max_epochs=1000, callbacks=[Interrupts(server_pid)])
+        with mock.patch.object(failure_watch, "_SETTLE_S", 0.5):  # for a rank that knows the cause
+            fit_module(Classifier(), strategy, 2, CASE, max_epochs=1000, callbacks=[Interrupts(server_pid)])
 
     words = r"parameter server 0 of 1 \(127.0.0.1\) has failed: the server was interrupted"
     with serving(port := free_port()) as process:

@@ -1,7 +1,5 @@
 """Short runs: a module that trains alone, in a forked process, is profiled and stays as it was."""
 
-from __future__ import annotations
-
 import functools
 import os
 import time
@@ -29,7 +27,6 @@ from lightning_multigpu.planning.scaling.model_profile import ModelProfile
 from tests.world import World
 
 WIDTH = 8
-pytestmark = pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
 
 
 class Block(nn.Module):

@@ -1,7 +1,5 @@
 """``lightning-multigpu topology``: this machine, and machines whose ``nvidia-smi topo`` is faked."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

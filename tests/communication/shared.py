@@ -1,7 +1,5 @@
 """Shared memory over all ranks of the tests' world, and the errors of compression."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 from collections.abc import Iterator

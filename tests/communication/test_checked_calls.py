@@ -1,7 +1,5 @@
 """Collectives that Lightning asks for: all ranks have to make the same call."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Checksums see what plain sums do not: the order of elements, and signs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

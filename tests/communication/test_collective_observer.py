@@ -1,7 +1,5 @@
 """What the meter tells of collectives while they are under way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,7 +18,7 @@ class Told:
         self.events: list[str] = []
         self.fields: list[dict[str, Any]] = []
 
-    def began(self, operation: str, *, awaited: bool = True, **fields: Any) -> Told:
+    def began(self, operation: str, *, awaited: bool = True, **fields: Any) -> "Told":
         self.fields.append({"operation": operation, **fields})
         self.events.append("began" if awaited else "began, not awaited")
         return self

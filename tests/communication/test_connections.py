@@ -1,7 +1,5 @@
 """Connections that a failure cuts, and those of other threads that it leaves alone; over the loopback interface."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import os

@@ -1,7 +1,5 @@
 """What differs between ranks is named, with its values and who has them."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

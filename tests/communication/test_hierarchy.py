@@ -1,7 +1,5 @@
 """Two hosts of two ranks each, played by four processes: sums, bytes, and nothing lost by compression."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate, pairwise

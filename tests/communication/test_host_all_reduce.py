@@ -1,7 +1,5 @@
 """Collectives through shared memory: their sums to the bit, and that no rank is too early or too late."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

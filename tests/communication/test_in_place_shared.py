@@ -1,7 +1,5 @@
 """Tensors in shared memory, reduced where they are: their sums to the bit, and what they do without."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import warnings

@@ -1,7 +1,5 @@
 """Which interface leads to the other ranks, as the host's routes say."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_multigpu.communication.interface import interface_towards, own_address, source_address

@@ -1,7 +1,5 @@
 """The meter with a clock that the test moves: every figure is known exactly."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 

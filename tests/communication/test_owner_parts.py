@@ -1,7 +1,5 @@
 """Parts of flat tensors go to their owners, by a back end's collectives, as on GPUs, and in the hosts' memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Ranks that find each other, and every way in which they do not: as threads of this process on one store."""
 
-from __future__ import annotations
-
 import re
 import socket
 import threading
@@ -167,12 +165,7 @@ def main_store(
     check: Callable[[], object] = lambda: None,
     **options: Any,
 ) -> MainStore:
-    values: dict[str, Any] = {
-        "is_one_host": False,
-        "is_kept": False,
-        "connections": Connections(),
-        **options,
-    }
+    values: dict[str, Any] = {"is_one_host": False, "is_kept": False, "connections": Connections(), **options}
     return MainStore(address, port, limit(timeout_s, check), rank=rank, **values)
 
 

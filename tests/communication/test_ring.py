@@ -1,7 +1,5 @@
 """The ring: its schedule as a pure function, then its sums on real ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

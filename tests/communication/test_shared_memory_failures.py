@@ -1,7 +1,5 @@
 """Shared memory that cannot be had, and ranks that do not come: nobody hangs, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

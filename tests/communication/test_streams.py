@@ -1,7 +1,5 @@
 """Times of NCCL's transfers, on a stand-in for a GPU: the stream waits for them, and the host does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Sizes of tensors, and tensors that are worked on as flat ones."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

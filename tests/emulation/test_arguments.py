@@ -1,7 +1,5 @@
 """What cannot work is refused before anything is made, with the reason: needs neither root nor iproute2."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

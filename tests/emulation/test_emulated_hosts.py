@@ -3,8 +3,6 @@
 They are children of this process: a test that leaves one fails.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Layers that are computed again give the gradients of layers that are not, with the same random numbers."""
 
-from __future__ import annotations
-
 import random
 from contextlib import nullcontext
 from functools import partial

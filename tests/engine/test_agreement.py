@@ -1,7 +1,5 @@
 """What ranks tell each other one batch ahead; the exchange itself runs on real ranks in the strategies' tests."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How global batches are dealt out: every sample once, in the order that one device has."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext

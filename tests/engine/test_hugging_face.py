@@ -1,7 +1,5 @@
 """The blocks of Hugging Face's models are found by what the models say, wherever else layers stand in a list."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

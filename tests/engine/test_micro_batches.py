@@ -1,7 +1,5 @@
 """Batches of every form are cut along their samples, and nothing is lost."""
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict, UserDict
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Optimizers that compute with the gradients of all parameters are found: a stage has those of its own layers only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

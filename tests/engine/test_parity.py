@@ -1,7 +1,5 @@
 """Gradients of two ways are compared relative to their norms; rounding is no difference."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -10,13 +8,7 @@ import torch
 
 from lightning_multigpu.engine import parity
 from lightning_multigpu.engine.main_memory import MainMemory
-from lightning_multigpu.engine.parity import (
-    Gradients,
-    are_finite,
-    difference,
-    lack_of_memory,
-    rounding_of,
-)
+from lightning_multigpu.engine.parity import Gradients, are_finite, difference, lack_of_memory, rounding_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ONES = torch.ones(4)

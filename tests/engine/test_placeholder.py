@@ -1,7 +1,5 @@
 """Placeholders have no values and never pass for values."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

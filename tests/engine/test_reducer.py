@@ -1,7 +1,5 @@
 """The reducer on one host: the same gradients through shared memory as around the ring, and a way out of both."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

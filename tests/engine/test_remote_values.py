@@ -1,7 +1,5 @@
 """Tensors of other ranks come when a checkpoint is written, and make the file that they would make here."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A forward pass that is to leave no trace leaves none."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from typing import Any
 

@@ -5,8 +5,6 @@ at hand, ``import lightning`` takes 8 s of processor time, without them 5 s. Cod
 as ever. And each Trainer asks for the entry points of all packages that are installed, which takes 20 ms: once will do.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.metadata
 import importlib.util

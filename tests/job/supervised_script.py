@@ -25,7 +25,8 @@ _FAILS = "the data are spoilt"
 def main() -> None:
     """One run, as ``Trainer.fit`` starts it."""
     ranks, plan = int(sys.argv[1]), dict(each.rsplit(":", 1) for each in sys.argv[2:])
-    supervisor._STOPPED_S = supervisor._SAME_PAUSE_S = 1.0
+    supervisor._STOPPED_S = 1.0
+    supervisor._SAME_PAUSE_S = float(os.environ.get("PAUSE_S", 1.0))
     supervisor._BEAT_S = 0.1
     launcher = launcher_of(ranks)
     rank = int(os.environ.get("LOCAL_RANK", 0)) + ranks * int(os.environ.get("NODE_RANK", 0))

@@ -1,7 +1,5 @@
 """A rank that is told of a failure, without a job."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import signal

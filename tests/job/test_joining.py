@@ -1,7 +1,5 @@
 """Ranks that cannot train together say so as soon as they meet, on every one of them and with the same message."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable, Sequence
@@ -132,10 +130,7 @@ def test_a_rank_that_finds_no_way_says_so(monkeypatch: pytest.MonkeyPatch) -> No
     way = Joining(FailureWatch(RunSignals()))
     way._deadline_s = time.monotonic() + 60
     run: Any = SimpleNamespace(rank=2, join_timeout_s=60.0)
-    with (
-        pytest.raises(ConnectionError, match=r"^no way to another rank: .*No route") as caught,
-        way.limited(run),
-    ):
+    with pytest.raises(ConnectionError, match=r"^no way to another rank: .*No route") as caught, way.limited(run):
         raise RuntimeError("[gloo/transport/tcp/socket.cc:142] connect: No route to host")
     assert not isinstance(caught.value, RuntimeError), "it is told at once, before those who only see connections close"
 

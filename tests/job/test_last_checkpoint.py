@@ -1,7 +1,5 @@
 """A run that was stopped goes on from its newest complete checkpoint, whatever lies beside it."""
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings

@@ -1,7 +1,5 @@
 """Workers of loaders: Ctrl-C is the rank's business, and seeds are as without this pack."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import signal

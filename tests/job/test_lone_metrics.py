@@ -1,7 +1,5 @@
 """A failure in validation: callbacks save, and read metrics that other ranks no longer compute with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

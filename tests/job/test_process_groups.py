@@ -1,7 +1,5 @@
 """The groups of a rank after a failure: aborted so that none waits for another, and within a limit."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Signals that wait for all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
 from lightning.fabric.plugins.environments import LightningEnvironment
+from torch.distributed import HashStore
 
 from lightning_multigpu._torchft import start_lighthouse
 from lightning_multigpu.job import supervisor
@@ -21,7 +23,7 @@ from tests.world import free_port
 
 pytestmark = pytest.mark.launch
 
-DEADLINE_S = 60.0
+DEADLINE_S = 40.0  # a host that is gone is waited for longer
 
 
 class Supervised(Job):
@@ -32,8 +34,9 @@ class Supervised(Job):
         if hosts > 1:
             variables |= {"NUM_NODES": str(hosts), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         command = [sys.executable, "-m", supervised_script.__name__, str(ranks), *plan]
+        options = {"cwd": self.directory, "start_new_session": True}  # so that a process group is its own
         self.begin_host = lambda node: self.start(
-            None, command, {**variables, **({"NODE_RANK": str(node)} if hosts > 1 else {})}, cwd=self.directory
+            None, command, {**variables, **({"NODE_RANK": str(node)} if hosts > 1 else {})}, **options
         )
         for node in range(hosts):
             self.begin_host(node)
@@ -50,6 +53,10 @@ class Supervised(Job):
         path = self.directory / "starts"
         lines = path.read_text().splitlines() if path.exists() else []
         return {start: int(pid) for start, pid in map(str.split, lines)}
+
+    def signal(self, number: int) -> None:
+        """As a terminal does."""
+        os.killpg(self.processes[0].pid, number)
 
     def finish(self, index: int = 0) -> int:
         """Lets the ranks end, waits for the end of all processes, and returns the exit status of a host."""
@@ -137,16 +144,36 @@ def test_signals_reach_each_rank_once_and_the_second_ends_all(job: Supervised) -
     job.until(lambda: all((job.directory / f"ready{rank}").exists() for rank in range(2)))
     every = [psutil.Process(pid) for pid in (job.processes[0].pid, *job.starts().values())]
     for number, stopped in (signal.SIGTSTP, True), (signal.SIGCONT, False):  # Ctrl-Z, and fg
-        job.processes[0].send_signal(number)
+        job.signal(number)
         job.until(lambda stopped=stopped: {each.status() == psutil.STATUS_STOPPED for each in every} == {stopped})
     for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM):
-        job.processes[0].send_signal(number)
+        job.signal(number)
         job.until(lambda number=number: job.output(0).count(f"got {number}") == 2)
     time.sleep(0.4)
-    job.processes[0].send_signal(signal.SIGTERM)
+    job.signal(signal.SIGTERM)
     assert job.end() == 128 + signal.SIGTERM
     assert job.output(0).count(" got ") == 6
     assert len(job.starts()) == 2
+
+
+def test_no_rank_is_started_after_ctrl_c(job: Supervised) -> None:
+    job.begin(2, "0:0:is killed", PAUSE_S="10")
+    job.until(lambda: len(job.starts()) == 2 and not psutil.pid_exists(job.starts()["0:0"]))
+    job.signal(signal.SIGINT)
+    assert job.end() == 1
+    assert len(job.starts()) == 2
+
+
+def test_the_pause_before_a_start_grows() -> None:
+    host = supervisor.Supervisor(supervised_script.launcher_of(2)._run, HashStore(), {}, max_restarts=10)
+    rank, pauses_s = host._ranks[0], []
+    for starts in range(1, 7):
+        rank.process, rank.told, rank.starts = Mock(pid=1), os.memfd_create("told"), starts
+        rank.begun_s = time.monotonic()
+        host._has_ended(rank, -signal.SIGKILL)
+        assert rank.due_s is not None
+        pauses_s.append(rank.due_s - rank.ended_s)
+    assert pauses_s == pytest.approx([2, 4, 8, 16, 30, 30])
 
 
 def test_a_killed_supervisor_takes_its_ranks_with_it(job: Supervised) -> None:

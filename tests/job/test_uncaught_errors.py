@@ -1,7 +1,5 @@
 """What a failed run leaves for Python to print when nobody catches its exception."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import TracebackType

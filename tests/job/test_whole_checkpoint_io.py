@@ -1,7 +1,5 @@
 """A save that does not come to its end leaves what was there before, and nothing else."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

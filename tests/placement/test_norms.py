@@ -1,7 +1,5 @@
 """Clipping by the norm of what all ranks own, and steps that all of them skip, worked out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

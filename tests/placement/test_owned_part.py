@@ -1,7 +1,5 @@
 """Owners of pieces together make the update of one device, with states that are cut and joined by the table."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

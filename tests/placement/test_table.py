@@ -1,7 +1,5 @@
 """Which server has which elements."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn, optim

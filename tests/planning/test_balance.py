@@ -1,7 +1,5 @@
 """Splits of a chain: exact, and refused if there is none."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from typing import Any

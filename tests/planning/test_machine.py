@@ -1,7 +1,5 @@
 """The machine of a plan: its file, times of transfers worked by hand, and worlds that were not measured."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Presets and the source's arithmetic, compared with figures worked out by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The predicted order of work is that of torch's schedules, and takes the time that the papers give."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a run prints of its tensor split."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes

@@ -1,7 +1,5 @@
 """Costs of stages, the best split by them, and the predicted pipeline, compared with figures worked out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -91,14 +89,7 @@ def test_parts_and_layers_must_fit() -> None:
         costs([PartCost()] * 3, [1, 1])
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [
-        ("SGD", {}),
-        ("SGD", {"momentum": 0.9}),
-        ("Adam", {}),
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "options"), [("SGD", {}), ("SGD", {"momentum": 0.9}), ("Adam", {})])
 def test_states_that_an_optimizer_will_keep(optimizer: str, options: dict[str, Any]) -> None:
     module = nn.ModuleDict({"layers": nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Identity())})
     chain = find_chain(module, "layers", 2)

@@ -1,7 +1,5 @@
 """The step model, against cases worked by hand: whole numbers of seconds, and links that take a second a unit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -10,14 +8,7 @@ import pytest
 
 from lightning_multigpu.planning.pipelines.stage_costs import ChainFigures, MeasuredParts, PartCost
 from lightning_multigpu.planning.pipelines.timeline import HeldBytes
-from lightning_multigpu.planning.scaling.machine import (
-    Link,
-    Machine,
-    MeasuredCollective,
-    Point,
-    ReferenceCost,
-    World,
-)
+from lightning_multigpu.planning.scaling.machine import Link, Machine, MeasuredCollective, Point, ReferenceCost, World
 from lightning_multigpu.planning.scaling.model_profile import ModelProfile, Phases, SplitPart
 from lightning_multigpu.planning.scaling.ranking import ranked
 from lightning_multigpu.planning.scaling.step_model import (

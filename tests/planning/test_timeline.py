@@ -1,7 +1,5 @@
 """Timelines made by hand give the figures that can be worked out by hand; those of theory, the papers' formulas."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_multigpu.planning.pipelines.timeline import (

@@ -1,7 +1,5 @@
 """A report made by hand, and documents that follow their schema."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports with profiles of runs that never were."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

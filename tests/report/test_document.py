@@ -1,7 +1,5 @@
 """The report as a document: its contents, its schema, and that it is written whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What a profile says about pipelines: the section, its table and the picture."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Whether the host runs ahead of a GPU, from the launches and kernels of a step."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_multigpu.report.rank_figures import LaunchQueue

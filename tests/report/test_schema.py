@@ -1,7 +1,5 @@
 """Dataclasses as JSON, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Statistics of one rank and of a run: exact numbers."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

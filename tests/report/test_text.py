@@ -1,7 +1,5 @@
 """A report as text and as a page, and the command that shows it again."""
 
-from __future__ import annotations
-
 import html
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Where the tests that run for every strategy of the registry run: on ranks, or in this process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,11 +1,9 @@
 """What the contract tests train: small, exact, and sensitive to every mistake in the reduction of gradients."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lightning as L
 import torch
@@ -17,9 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_multigpu.registry import STRATEGIES, StrategyRow
 from lightning_multigpu.strategies.base import MultiGPUStrategy
-
-if TYPE_CHECKING:
-    from tests.world import World
+from tests.world import World
 
 NUM_FEATURES, NUM_CLASSES = 6, 3
 

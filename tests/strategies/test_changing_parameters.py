@@ -4,8 +4,6 @@ torch's DistributedDataParallel averages the gradients of parameters that were t
 that was unfrozen later trained on each rank for itself, and nothing said so.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from tests.world import World, rank
 class Frozen(Classifier):
     """Begins with its first layer frozen, and changes in one of its hooks which layers are trained."""
 
-    def __init__(self, change: Callable[[Frozen], None] | None = None, hook: str = "on_train_epoch_start") -> None:
+    def __init__(self, change: "Callable[[Frozen], None] | None" = None, hook: str = "on_train_epoch_start") -> None:
         super().__init__()
         self.backbone = self.first  # where BackboneFinetuning looks for it
         self.extra: nn.Linear | None = None
@@ -174,7 +172,7 @@ STORIES = {
 
 
 def train(story: Story, strategy: str | None, ranks: int = 2) -> dict[str, Tensor]:
-    case = Case(trainer=story.trainer, strategy=story.strategy)
+    case = Case(num_samples=24, trainer=story.trainer, strategy=story.strategy)
     make_module = partial(Frozen, story.change, story.hook)
     return trained_weights(make_module, strategy, ranks, case)["weights"]  # type: ignore[no-any-return]
 

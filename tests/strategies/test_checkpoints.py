@@ -1,7 +1,5 @@
 """A checkpoint is an ordinary one of a single device, and training goes on from it wherever it was saved."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What strategies answer Lightning with: the same on every rank, whatever goes in."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """Values that ranks must have in common: learning rates, and parameters that the user's code changes by itself."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What every strategy promises, run for each row of the registry: it trains as one device does."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from typing import Any

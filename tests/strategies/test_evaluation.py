@@ -1,7 +1,5 @@
 """validate, test and predict over ranks: every sample once, values those of one device, decisions equal everywhere."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Logs of batches of which ranks have parts of different sizes, and of a last batch with fewer samples than ranks."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from typing import Any

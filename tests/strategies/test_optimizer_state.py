@@ -1,7 +1,5 @@
 """What hooks do to the state and the groups of an optimizer while ranks or servers hold parts of it."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
@@ -17,11 +15,11 @@ from lightning_multigpu.engine.errors import PipelineError
 from tests.strategies.tasks import Case, Classifier, fit_module, make_strategy, state
 from tests.world import World, rank
 
-CASE = Case(max_epochs=3, num_samples=24)
+CASE = Case(max_epochs=3, num_samples=16)
 
 
 class Changes(Classifier):
-    def __init__(self, change: Callable[[Changes, Any], object]) -> None:
+    def __init__(self, change: "Callable[[Changes, Any], object]") -> None:
         super().__init__()
         self.change = change
         self.shapes = [parameter.shape for parameter in self.parameters()]

@@ -1,7 +1,5 @@
 """Random numbers of training steps: which ranks draw the same ones."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import defaultdict

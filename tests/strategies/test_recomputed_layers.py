@@ -1,7 +1,5 @@
 """``activation_checkpointing`` of strategies whose ranks run the whole module; pipelines have tests of their own."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Modules and loaders that are refused with the name, the limit and the fix, under every name alike."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Losses that couple samples of ranks that share a batch are refused, if that is asked for by ``verify_steps``."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

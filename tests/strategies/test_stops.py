@@ -1,7 +1,5 @@
 """Fits that end early, on all ranks at the same place: by ``trainer.should_stop`` on one rank, and by the Tuner."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

@@ -86,8 +86,6 @@ def follow_members(trainer: pl.Trainer) -> None:
     loop, fetcher = trainer.fit_loop, trainer.fit_loop._data_fetcher
     ready = loop.epoch_loop.batch_progress.current.ready
     loop.max_batches = ready + loader.left
-    assert loop._combined_loader is not None
-    loop._combined_loader.limits = None  # of an epoch with the members of the beginning; the loader has its own
     if fetcher is not None:
         fetcher.fetched, fetcher.length = ready, loop.max_batches
         fetcher.done = fetcher.fetched >= fetcher.length

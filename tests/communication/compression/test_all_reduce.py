@@ -1,7 +1,5 @@
 """The compressed all-reduce on real ranks: sums, the same bits everywhere, nothing lost for good, bytes."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

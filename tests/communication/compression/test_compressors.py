@@ -1,7 +1,5 @@
 """What each compressor writes, without any process: sizes, what is lost, what is not finite."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Errors are kept by the key of a tensor; test_all_reduce has tensors that change."""
 
-from __future__ import annotations
-
 from lightning_multigpu.communication.compression.all_reduce import ErrorFeedback
 
 

@@ -1,7 +1,5 @@
 """Replicas of a module: what they share with it, what is their own, their threads, and the sum of their gradients."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from contextlib import closing, nullcontext

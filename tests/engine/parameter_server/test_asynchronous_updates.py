@@ -1,7 +1,5 @@
 """Servers that update with each worker's gradients as they come: against the same updates, made one after the other."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Collection, Iterator

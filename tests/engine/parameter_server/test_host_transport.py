@@ -1,7 +1,5 @@
 """An update in shards on the host is the update of the optimizer itself."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial

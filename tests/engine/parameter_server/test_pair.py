@@ -1,7 +1,5 @@
 """Workers and servers of one host share memory, all others do not, and nothing is left of it."""
 
-from __future__ import annotations
-
 import gc
 import os
 import socket

@@ -3,8 +3,6 @@
 Workers are threads of the test here, and so are the servers: the same objects, over the same connections.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """Updates of optimizers by ranks, or workers, with the result of one device."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """A module that is built in parts has the values of one that is built as a whole, and the memory of its parts only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

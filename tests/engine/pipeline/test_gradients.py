@@ -1,7 +1,5 @@
 """Gradients without values have the norms of those with values; each counts once, also where layers are split."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

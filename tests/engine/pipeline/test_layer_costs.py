@@ -1,7 +1,5 @@
 """Measured costs of the parts of a step; gradients are left unchanged."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Intercepted stages compute together what the module computes; modules that are no chain are refused."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """A rank's marks become its timeline, and what autograd keeps is counted while it is kept."""
 
-from __future__ import annotations
-
 import weakref
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Stages run by a schedule compute together what one process computes, whoever posts their messages."""
 
-from __future__ import annotations
-
 import inspect
 import time
 import warnings

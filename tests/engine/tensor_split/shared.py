@@ -1,7 +1,5 @@
 """What the tests of this folder share: a tensor group on the ranks, and comparisons with one device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

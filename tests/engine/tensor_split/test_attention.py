@@ -1,7 +1,5 @@
 """Attention whose heads are split computes what ``nn.MultiheadAttention`` computes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -115,9 +113,6 @@ def what_needs_all_heads_is_refused() -> None:
             split(x, x, x, is_causal=True)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [without_a_batch_and_in_an_encoder, what_needs_all_heads_is_refused],
-)
+@pytest.mark.parametrize("check", [without_a_batch_and_in_an_encoder, what_needs_all_heads_is_refused])
 def test_on_ranks(world2: World, check: Callable[[], None]) -> None:
     world2.run(check)

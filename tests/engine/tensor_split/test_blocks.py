@@ -1,7 +1,5 @@
 """Blocks are found by the order in which layers run, and by the inputs that they share."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Layers that are split over ranks compute what whole ones compute, and communicate once in each pass."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -151,10 +149,7 @@ def gradients_of_gradients_are_refused() -> None:
             gradient.sum().backward()
 
 
-@pytest.mark.parametrize(
-    "check",
-    [an_input_that_changes_in_place, gradients_of_gradients_are_refused],
-)
+@pytest.mark.parametrize("check", [an_input_that_changes_in_place, gradients_of_gradients_are_refused])
 def test_on_ranks(world2: World, check: Callable[[], None]) -> None:
     world2.run(check)
 
@@ -178,10 +173,7 @@ def _masks(reentrant: bool | None) -> dict[str, Any]:
         torch.manual_seed(0)
         inside, after = Noting(), Noting()
         block = nn.Sequential(
-            ColumnSplitLinear.of(nn.Linear(8, 16), group),
-            inside,
-            RowSplitLinear.of(nn.Linear(16, 8), group),
-            after,
+            ColumnSplitLinear.of(nn.Linear(8, 16), group), inside, RowSplitLinear.of(nn.Linear(16, 8), group), after
         )
         x = torch.randn(4, 8, requires_grad=True)
         for _ in range(2):

@@ -1,7 +1,5 @@
 """Which part of a parameter each rank has."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

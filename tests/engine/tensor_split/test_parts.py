@@ -1,7 +1,5 @@
 """Parts of tensors compute what the whole ones compute, and gather where they have to."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

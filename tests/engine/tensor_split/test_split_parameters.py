@@ -1,7 +1,5 @@
 """What user code reads of split parameters and gradients, and what it does to them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The collectives of a tensor group, through shared memory and over sockets."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A job of plain processes under a guardian."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -29,21 +27,15 @@ class Job:
     """
 
     def __init__(
-        self,
-        *statements: str,
-        first_rank: int = 0,
-        failure_timeout_s: float = 4.0,
-        hang_report_s: float | None = None,
+        self, *statements: str, first_rank: int = 0, failure_timeout_s: float = 4.0, hang_report_s: float | None = None
     ) -> None:
         self.guardian = Guardian.start(
-            num_ranks=len(statements),
-            failure_timeout_s=failure_timeout_s,
-            hang_report_s=hang_report_s,
+            num_ranks=len(statements), failure_timeout_s=failure_timeout_s, hang_report_s=hang_report_s
         )
         address = self.guardian.address
         self.ranks = [start_rank(rank, text, address) for rank, text in enumerate(statements, first_rank)]
 
-    def __enter__(self) -> Job:
+    def __enter__(self) -> "Job":
         try:
             for rank in self.ranks:
                 assert line_of(rank) == "ready\n"

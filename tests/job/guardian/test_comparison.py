@@ -1,7 +1,5 @@
 """Who has not come to which collective, and who is in different ones, from tables of what was seen of each rank."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 Strangers at its socket, such as other users of the host, end and slow down no job.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

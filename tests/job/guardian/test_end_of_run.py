@@ -1,7 +1,5 @@
 """Who may leave when, what a second Ctrl-C does, and what must not outlive its rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

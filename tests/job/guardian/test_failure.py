@@ -1,7 +1,5 @@
 """A failure as text, and the exception that other ranks make of it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

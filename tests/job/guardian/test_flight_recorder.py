@@ -1,7 +1,5 @@
 """The page that a rank shares with its guardian: what is written there, and how it is read from outside."""
 
-from __future__ import annotations
-
 import threading
 import time
 from typing import Any

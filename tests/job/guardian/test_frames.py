@@ -1,7 +1,5 @@
 """The most useful line of a stack, and the collective in which it ends."""
 
-from __future__ import annotations
-
 import pytest
 
 from lightning_multigpu.job.guardian.frames import Frame, own_collective, place

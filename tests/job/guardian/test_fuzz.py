@@ -1,7 +1,5 @@
 """A few hundred bad messages to every target of benchmarks.guardian_fuzz, which sends 100,000 to each."""
 
-from __future__ import annotations
-
 import pytest
 
 from benchmarks.guardian_fuzz import TARGETS

@@ -1,7 +1,5 @@
 """The guardian sees what ranks cannot say themselves, ends what is left, and leaves in peace whoever only is slow."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The guardian tells of a hang once, says when it is over, and ends ranks that are in different collectives."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Guardians of two hosts; here both are on this machine, and meet over its loopback interface."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

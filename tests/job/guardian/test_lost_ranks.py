@@ -1,7 +1,5 @@
 """A rank that has declared that it can be lost: its end is one line in the terminal, and the job goes on."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

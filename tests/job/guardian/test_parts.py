@@ -1,7 +1,5 @@
 """Messages, /proc and the judgement of states, without a guardian."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

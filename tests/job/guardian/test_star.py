@@ -1,7 +1,5 @@
 """Guardians of several hosts in one process, on a clock that the test moves: no test here waits."""
 
-from __future__ import annotations
-
 import select
 import socket
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """dp: one process drives several devices. What it must compute is in the tests of every strategy; here is the rest."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time
@@ -447,12 +445,7 @@ def _correlates() -> L.LightningModule:
 RING = "strategy='ring_ddp'"
 REFUSED: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
     (Classifier, {"num_nodes": 2}, ValueError, f"num_nodes=2: dp is one process.*pass num_nodes=1, or {RING}"),
-    (
-        Classifier,
-        {"sync_batchnorm": True},
-        ValueError,
-        r"sync_batchnorm=True: under dp .*pass sync_batchnorm=False, or",
-    ),
+    (Classifier, {"sync_batchnorm": True}, ValueError, "sync_batchnorm=True: under dp .*sync_batchnorm=False, or"),
     (Classifier, {"plugins": [_Started()]}, ValueError, "_Started has started 2 processes, and dp is one process"),
     (TwoOptimizers, {}, ValueError, f"automatic_optimization=False: under dp each replica .*, or {RING}"),
     (

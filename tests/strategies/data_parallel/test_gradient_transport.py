@@ -1,7 +1,5 @@
 """The transport of gradients: groups of ranks, and training with compression."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator
@@ -43,12 +41,7 @@ NUM_STEPS = 25
         ([[0, 1, 2]], 2, [], [[0, 1, 2]]),
         ([[0]], 1, [], []),
         # Two hosts of four ranks; neighbours share a model, so that a line has every other rank.
-        (
-            [[0, 2, 4, 6], [1, 3, 5, 7]],
-            4,
-            [[0, 2], [4, 6], [1, 3], [5, 7]],
-            [[0, 4], [2, 6], [1, 5], [3, 7]],
-        ),
+        ([[0, 2, 4, 6], [1, 3, 5, 7]], 4, [[0, 2], [4, 6], [1, 3], [5, 7]], [[0, 4], [2, 6], [1, 5], [3, 7]]),
     ],
     ids=["one host", "two hosts of two", "a rank a host", "hosts of different sizes", "one rank", "other axes"],
 )

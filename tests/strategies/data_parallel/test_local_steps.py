@@ -1,7 +1,5 @@
 """Ranks that take steps of their own, and meet every few steps, before validation, in checkpoints and at the end."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path

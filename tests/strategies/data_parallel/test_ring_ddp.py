@@ -1,7 +1,5 @@
 """What is ring_ddp's own: hooks, buckets, buffers, and the traffic that it reports."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any

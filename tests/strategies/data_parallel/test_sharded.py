@@ -1,7 +1,5 @@
 """FairScale's sharded states: what ``ddp_sharded`` does beyond the contract of every strategy."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Collection
 from contextlib import nullcontext
@@ -156,7 +154,8 @@ def trained(kinds: Collection[str], strategy: str | None, ranks: int) -> dict[st
     found = {}
     for kind in kinds:
         module, looks = KINDS[kind](), Looks()
-        case = Case(max_epochs=3, strategy={"find_unused_parameters": True} if strategy == "ring_ddp" else {})
+        options = {"find_unused_parameters": True} if strategy == "ring_ddp" else {}
+        case = Case(num_samples=32, max_epochs=2, strategy=options)
         trainer = fit_module(module, strategy, ranks, case, callbacks=[looks])
         [group, *_] = trainer.optimizers[0].param_groups
         values = (trainer.global_step, group.get("seen"), group.get("lr"), type(trainer.optimizers[0]).__name__)

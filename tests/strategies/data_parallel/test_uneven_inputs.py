@@ -1,7 +1,5 @@
 """Ranks that run out of data at different times neither hang nor die, and gradients stay those of all samples."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -103,12 +101,7 @@ def weighed(indices: list[int]) -> tuple[list[int], float]:
     ("samples", "options", "module", "steps"),
     [
         ([FIRST[:6], SECOND[:8]], {}, Classifier, [EPOCH[0], [(FIRST[4:6], 2), (SECOND[4:8], 4)]]),
-        (
-            [FIRST[:4], SECOND[:4]],
-            {"loss_reduction": ones},
-            Classifier,
-            [[weighed(FIRST[:4]), weighed(SECOND[:4])]],
-        ),
+        ([FIRST[:4], SECOND[:4]], {"loss_reduction": ones}, Classifier, [[weighed(FIRST[:4]), weighed(SECOND[:4])]]),
         ([FIRST[:3], SECOND[:4]], {"loss_reduction": "sum"}, SumLoss, [[(FIRST[:3], 3), (SECOND[:4], 4)]]),
     ],
     ids=["by their samples", "by a function of the batch", "losses that are sums"],

@@ -81,9 +81,13 @@ class Job:
             time.sleep(0.02)
         return [process.poll() for process in self.processes]
 
-    def wait_for_loss(self, rank: int) -> None:
-        while not any("lost" in note for note in self.notes(rank)):
-            time.sleep(0.05)
+    def wait_for(self, words: str, timeout_s: float = 60.0) -> None:
+        """Waits until some rank has written them."""
+        deadline = time.monotonic() + timeout_s
+        while words not in self.output():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no {words!r} after {timeout_s} s")
+            time.sleep(0.02)
 
     def output(self) -> str:
         files = [self.directory / f"output{rank}.txt" for rank in range(self.ranks)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -19,7 +20,7 @@ import lightning_multigpu  # noqa: F401
 from lightning_multigpu import FaultTolerantDDPStrategy
 from lightning_multigpu.callbacks import RunReport
 
-NUM_FEATURES, LEARNING_RATE, MOMENTUM = 3, 0.05, 0.5
+NUM_FEATURES, LEARNING_RATE, MOMENTUM, EPOCHS = 3, 0.05, 0.5, 100
 
 
 class Rows(Dataset[Any]):
@@ -46,6 +47,11 @@ def unfreeze(layer: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
     """What callbacks for fine-tuning do."""
     layer.bias.requires_grad_(True)
     optimizer.add_param_group({"params": [layer.bias]})
+
+
+def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    """One whose next rate depends on its own state, and not on the present rate alone."""
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)
 
 
 def loss_of(layer: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
@@ -90,10 +96,11 @@ class Noted(L.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         view = self.trainer.strategy.run_view()  # type: ignore[attr-defined]
-        if self.rank == 1 and self.trainer.global_step == self.plan.get("stops"):
+        step = self.trainer.global_step
+        back = min((each.step for each in view.member_changes() if each.joined), default=math.inf)
+        if (self.rank == 1 and step == self.plan.get("stops")) or step > back + self.plan.get("steps_after", math.inf):
             self.trainer.should_stop = True
         if view.owns_batch():
-            step = self.trainer.global_step
             self.note(step=step, epoch=self.trainer.current_epoch, ids=batch[2].tolist(), at=time.time())
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -102,8 +109,19 @@ class Noted(L.LightningModule):
         self.log("val_loss", loss_of(self.layer, x, y), sync_dist=True)
         self.log("val_samples", float(len(ids)), sync_dist=True, reduce_fx="sum")
 
+    def on_validation_end(self) -> None:
+        self.note(validated=float(self.trainer.callback_metrics["val_samples"]))
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.maybe_lost("save")
+
+    def on_validation_start(self) -> None:
+        """A rank that is started again validates alone: the others go on meanwhile."""
+        others = Path(self.notes.name).with_name("notes0.jsonl")
+        is_alone = self.starts and self.trainer.state.fn == "validate"
+        size = others.stat().st_size + 5000 if is_alone else 0
+        while size > others.stat().st_size:
+            time.sleep(0.02)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step + 1 == self.plan.get("unfreezes"):
@@ -117,7 +135,7 @@ class Noted(L.LightningModule):
             lr=LEARNING_RATE,
             momentum=self.plan.get("momentum", MOMENTUM),
         )
-        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
+        return [optimizer], [schedule(optimizer)]
 
 
 def main() -> None:
@@ -132,7 +150,7 @@ def main() -> None:
     if plan.get("validate"):
         callbacks = [
             ModelCheckpoint(directory / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True),
-            EarlyStopping("val_loss", patience=1000),
+            EarlyStopping("val_loss", mode="max", min_delta=1e9, patience=1000),  # counts validations
         ]
     if plan.get("report"):
         callbacks.append(RunReport())
@@ -162,6 +180,8 @@ def main() -> None:
         "learning_rate": trainer.optimizers[0].param_groups[0]["lr"],
         "step": trainer.global_step,
         "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "waited": [callback.wait_count for callback in trainer.early_stopping_callbacks],
+        "batches": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "best": [callback.best_model_path for callback in trainer.checkpoint_callbacks],
     }
     (directory / f"result{rank}.json").write_text(json.dumps(result))

@@ -1,7 +1,5 @@
 """Asynchronous training through the Trainer: who decides, and that each sample is trained on once."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import (
-    Callback,
-    EarlyStopping,
-    LambdaCallback,
-    LearningRateFinder,
-    ModelCheckpoint,
-)
+from lightning.pytorch.callbacks import Callback, EarlyStopping, LambdaCallback, LearningRateFinder, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -376,15 +368,9 @@ def test_a_program_goes_on_after_the_fit(world2: World) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (
-            {"callbacks": [LearningRateFinder()]},
-            "LearningRateFinder: with mode='async' each batch of a rank is",
-        ),
+        ({"callbacks": [LearningRateFinder()]}, "LearningRateFinder: with mode='async' each batch of a rank is"),
         ({"data": {"one": loader(), "other": loader()}}, "there are several training loaders"),
-        (
-            {"accumulate_grad_batches": 4},
-            "accumulate_grad_batches=4: with mode='async' each batch of a rank is an update",
-        ),
+        ({"accumulate_grad_batches": 4}, "accumulate_grad_batches=4: with mode='async' each batch of a rank is an"),
     ],
 )
 def test_what_needs_ranks_in_step_is_refused(world2: World, options: dict[str, Any], words: str) -> None:

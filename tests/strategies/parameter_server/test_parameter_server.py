@@ -1,7 +1,5 @@
 """Optimizers on the host and on servers: what they do beyond the contract of every strategy."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from dataclasses import replace
@@ -22,14 +20,7 @@ from lightning_multigpu.job import failure_watch
 from lightning_multigpu.strategies.parameter_server.cpu_parameter_server import CPUParameterServerStrategy
 from tests.modules import Normalised
 from tests.report.examples import assert_follows_schema
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    assert_trains_alike,
-    dataset,
-    fit_module,
-    state,
-)
+from tests.strategies.tasks import Case, Classifier, assert_trains_alike, dataset, fit_module, state
 from tests.world import World
 
 PARAMETER_BYTES = (16 * 6 + 16 + 3 * 16 + 3) * 8
@@ -193,8 +184,7 @@ def in_16_bits(name: str | None, precision: str, optimizer: str) -> dict[str, An
 # The last digit of a weight of 2 is worth 2^-6 in bfloat16 and 2^-9 in float16: four times that after 21 steps. AdamW
 # does not train in float16 on one device either: its eps of 1e-8 is 0 there.
 @pytest.mark.parametrize(
-    ("precision", "optimizer", "difference"),
-    [("bf16-true", "adamw", 2**-4), ("16-true", "sgd", 2**-7)],
+    ("precision", "optimizer", "difference"), [("bf16-true", "adamw", 2**-4), ("16-true", "sgd", 2**-7)]
 )
 def test_weights_of_16_bits_are_updated_as_on_one_device(
     world2: World, precision: str, optimizer: str, difference: float

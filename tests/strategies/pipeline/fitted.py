@@ -1,7 +1,5 @@
 """What tests of pipelines share: fits of a module, and what they give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ``configure_model`` builds is built by each stage for itself, with the values that one device would give it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -303,11 +301,7 @@ class Alone:
 def test_what_no_rank_has_is_told_on_every_rank() -> None:
     first, copying = (built(Copying(), position) for position in (0, 1))
     for mine, missing, words in (
-        (
-            first,
-            {"blocks.4.scale", "blocks.5.scale", "blocks.6.scale", "head.weight"},
-            "blocks.4.scale, .* 1 more: c",
-        ),
+        (first, {"blocks.4.scale", "blocks.5.scale", "blocks.6.scale", "head.weight"}, "blocks.4.scale, .* 1 more: c"),
         (copying, first.missing(), "blocks.7.linear.bias: .*independently of each other"),
     ):
         with pytest.raises(ValueError, match=rf"no rank of a pipeline has values of {words}"):

@@ -1,7 +1,5 @@
 """Losses that couple the samples of a batch are refused, also where those of micro-batches agree at first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

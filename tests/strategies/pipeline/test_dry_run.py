@@ -1,7 +1,5 @@
 """Computing the first batch twice, to see that its losses add up, changes nothing that is trained or seen."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """What stands before and behind the layers lives on the stages that use it, and trains as on one device."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -182,7 +180,7 @@ class Metric(Wide):
 
 
 def text() -> Any:
-    texts = [torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(i)) for i in range(32)]
+    texts = [torch.randint(VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(i)) for i in range(16)]
     return [{"tokens": tokens[:-1], "targets": tokens[1:]} for tokens in texts]
 
 

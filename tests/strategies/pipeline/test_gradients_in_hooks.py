@@ -1,7 +1,5 @@
 """Hooks that clip or log by the norms of all gradients do on every stage what they do on one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import lightning as L
@@ -61,7 +59,7 @@ def clip_each(_: Any, module: L.LightningModule, optimizer: Any) -> None:
 
 def train(module: type[Classifier], strategy: Any, ranks: int, options: dict[str, Any]) -> dict[str, Any]:
     made = module()
-    trainer = fit_module(made, strategy, ranks, Case(max_epochs=1, trainer=options))
+    trainer = fit_module(made, strategy, ranks, Case(max_epochs=1, num_samples=21, trainer=options))
     kept = [entry for each in trainer.optimizers for entry in each.state]
     return {
         "weights": state(made),
@@ -126,7 +124,7 @@ class Centring(Clipping):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
         optimizer_closure()
         self.centre()
-        if batch_idx != 6:  # the last of an epoch: validation follows
+        if batch_idx != 2:  # the last of an epoch: validation follows
             optimizer.step()
 
     def val_dataloader(self) -> Any:

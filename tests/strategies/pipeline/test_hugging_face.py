@@ -4,8 +4,6 @@ They are built from a configuration: nothing is downloaded. Parts of them comput
 (RMSNorm, the loss), so the batches are such that splitting them only divides by powers of two.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -124,7 +122,7 @@ def train(kind: str, name: str | None, **options: Any) -> dict[str, Any]:
         verify_steps = 2 * (name == "pipeline_1f1b")  # one does for all
         options = {"num_micro_batches": 4, "loss_reduction": num_targets, "verify_steps": verify_steps, **options}
         trainer = make_trainer(CASE, make_strategy(name, **options), 2)
-    trainer.fit(module, DataLoader(texts(32), batch_size=8), DataLoader(texts(8), batch_size=4))
+    trainer.fit(module, DataLoader(texts(16), batch_size=8), DataLoader(texts(8), batch_size=4))
     val_loss = float(trainer.callback_metrics["val_loss"])
     outputs = trainer.predict(module, DataLoader(texts(8), batch_size=4)) or []
     return {
@@ -181,7 +179,7 @@ def test_trains_as_on_one_device(kind: str, name: str, options: dict[str, Any], 
 def train_whole(**options: Any) -> dict[str, Any]:
     module = Decoder("gpt2")
     strategy = make_strategy("ring_ddp", find_unused_parameters=True, **options)  # it has heads without a use
-    make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(32), batch_size=4))
+    make_trainer(CASE, strategy, 2).fit(module, DataLoader(texts(16), batch_size=4))
     return {"weights": state(module), "hooks": len(module.model._forward_pre_hooks)}
 
 

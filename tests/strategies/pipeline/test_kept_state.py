@@ -1,7 +1,5 @@
 """Steps that keep something for later steps train as on one device, or are refused: stages must not read old values."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 
@@ -219,11 +217,7 @@ ONE, TWO = {"num_micro_batches": 1}, {"num_micro_batches": 2}
         (AveragesInABuffer, ONE, "step 2 .* changes self.average, "),
         (KeepsHiddenStates, ONE, "step [12] .* changes self.hidden, "),
         (Recurrent, TWO, r"changes self.layers.0.hidden, .*num_micro_batches=2.*Pass num_micro_batches=1"),
-        (
-            Recurrent,
-            {**ONE, "activation_checkpointing": True},
-            "leave them out of activation_checkpointing",
-        ),
+        (Recurrent, {**ONE, "activation_checkpointing": True}, "leave them out of activation_checkpointing"),
         (CountsFirst, TWO, r"changes self.n by itself.*on_train_batch_start"),
         (CountsFirst, {**ONE, "schedule": "interleaved"}, "changes self.n, .*several stages .use schedule='1f1b'"),
         (Experts, ONE, r"changes self.layers.0.own_loss.* pass it on"),

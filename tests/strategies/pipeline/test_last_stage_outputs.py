@@ -1,7 +1,5 @@
 """What steps keep and return on the last stage is where hooks of other stages look for it, as on one device."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from collections import deque

@@ -1,7 +1,5 @@
 """Losses of micro-batches, whatever they are means or sums over, give the gradients and logs of one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

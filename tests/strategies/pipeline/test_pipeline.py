@@ -1,7 +1,5 @@
 """What is particular to pipelines: micro-batches, random numbers, what a stage holds, and what it tells the others."""
 
-from __future__ import annotations
-
 import subprocess
 import warnings
 from collections.abc import Callable
@@ -369,7 +367,7 @@ def test_layers_of_another_stage_are_unfrozen_in_the_middle(
 ) -> None:
     """In the first epoch the whole first stage is frozen."""
     one, two = ([Unfreezing(), saves_at_end(tmp_path / name)] for name in ("one", "two"))
-    case = Case(max_epochs=2)
+    case = Case(num_samples=24, max_epochs=2)
     reference = fitted(Tuned, 1, case=case, callbacks=one)
     for result in world2.run(fitted, Tuned, case=case, callbacks=two, schedule=schedule, balance=balance):
         assert_same_weights(result, reference)

@@ -1,7 +1,5 @@
 """Splits by measured time and memory: the cuts are where they should be, and nobody notices that it was measured."""
 
-from __future__ import annotations
-
 import random
 import time
 import weakref
@@ -20,15 +18,7 @@ from lightning_multigpu.engine.optimizer_state import held_states
 from lightning_multigpu.engine.placeholder import Placeholder
 from tests.strategies.pipeline.fitted import fitted
 from tests.strategies.pipeline.test_pipeline import SEED, WIDTH, Block, ByHand, TinyGPT, assert_same, train
-from tests.strategies.tasks import (
-    Case,
-    Classifier,
-    assert_same_weights,
-    fit_module,
-    make_trainer,
-    state,
-    train_loader,
-)
+from tests.strategies.tasks import Case, Classifier, assert_same_weights, fit_module, make_trainer, state, train_loader
 from tests.world import World
 
 

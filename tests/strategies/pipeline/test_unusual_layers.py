@@ -1,7 +1,5 @@
 """Layers that once crashed a pipeline, or trained wrongly without a word, train as on one device."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import partial

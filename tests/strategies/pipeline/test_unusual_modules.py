@@ -1,7 +1,5 @@
 """Modules written by strangers: what a pipeline cannot do is refused with the fix, and the fix trains."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """A small language model with blocks of one's own, and the task that trains it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

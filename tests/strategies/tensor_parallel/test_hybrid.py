@@ -1,7 +1,5 @@
 """Pipelines side by side with split layers in their stages train as one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -49,7 +47,7 @@ def sizes(data: int, pipeline: int, tensor: int) -> dict[str, int]:
 
 def test_pipelines_of_whole_layers_side_by_side(world4: World) -> None:
     """The other shapes are those of test_gradients_in_hooks.py."""
-    case = Case(optimizer="adamw", trainer=CLIPPED, validate=True, max_epochs=1)
+    case = Case(optimizer="adamw", num_samples=24, trainer=CLIPPED, validate=True, max_epochs=1)
     reference: Any = fit(case, None, 1)
     for result in world4.run(fit, replace(case, strategy=sizes(2, 2, 1)), "hybrid", 4):
         assert_same_weights(result, reference)
@@ -62,7 +60,7 @@ def test_pipelines_of_split_layers(world4: World) -> None:
         {"schedule": "zero_bubble"},
         {"balance": "memory", "activation_checkpointing": True},
     )
-    case = Case(trainer=CLIPPED, max_epochs=1)
+    case = Case(num_samples=24, trainer=CLIPPED, max_epochs=1)
     reference: Any = fit(case, None, 1)
     fits = lambda: [fit(replace(case, strategy=options), "hybrid", 4) for options in ways]  # noqa: E731
     for results in world4.run(fits, timeout_s=180):

@@ -1,7 +1,5 @@
 """Split layers train and log as one device, whatever code reads, changes or keeps, during a fit and after it."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

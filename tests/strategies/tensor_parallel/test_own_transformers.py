@@ -2,8 +2,6 @@
 
 # ruff: noqa: N806 - names as in courses
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

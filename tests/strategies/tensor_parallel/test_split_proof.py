@@ -1,7 +1,5 @@
 """Split layers that compute something else than whole ones are found before anything is trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Layers are split over ranks, and train as on one device."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
