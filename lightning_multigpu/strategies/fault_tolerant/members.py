@@ -168,6 +168,11 @@ class Members:
         self._group = group_class()(own, own_store, self, transport, timedelta(seconds=limits.collective_timeout_s))
         if run.num_nodes > 1:
             threading.Thread(target=self._cut_silent, name="cut-silent", daemon=True).start()
+        begins = not has_met or (_all_lost(url, limits.heartbeat_timeout_s) and not self.is_over)
+        if begins:
+            self.begins_anew = has_met or attempt != "0"
+            limit_s = limits.straggler_timeout_s if has_met else limits.join_timeout_s
+            here = self._gather(limit_s)  # before the lighthouse hears of this rank, and has others wait for it
         warnings.filterwarnings("ignore", module=r"torchft\.")  # of torch, about how it sends a state
         self._manager = torchft().Manager(
             pg=self._group,
@@ -190,28 +195,30 @@ class Members:
             ),
             init_sync=False,
         )
-        if not has_met:
-            self.begins_anew = attempt != "0"
-            self._meet_first("0", limits.join_timeout_s)
-        elif (quorum := _all_lost(url, limits.heartbeat_timeout_s)) is not None and not self.is_over:
-            self.begins_anew = True
-            self._meet_first(quorum, limits.straggler_timeout_s)
+        if begins:
+            self.has_joined = True
+            until_s = time.monotonic() + limit_s
+            while len(self.ranks) < here and time.monotonic() < until_s:
+                self.meet()
+            self.history.clear()
+            self._main.set("met", "")
 
-    def _meet_first(self, life: str, limit_s: float) -> None:
-        """Waits for all ranks of the job, so that they begin together."""
-        everybody = range(self._world_size)
-        self._main.set(f"arrived/{life}/{self.rank}", "")
-        try:
-            self._main.wait([f"arrived/{life}/{each}" for each in everybody], timedelta(seconds=limit_s))
-        except RuntimeError:  # DistStoreError
+    def _gather(self, limit_s: float) -> int:
+        """Waits for all ranks of the job, so that they begin together; returns how many have come.
+
+        One that waits here counts up. What former processes have counted stays below.
+        """
+        everybody = [f"here/{each}" for each in range(self._world_size)]
+        counts, until_s = [self._main.add(each, 0) for each in everybody], time.monotonic() + limit_s
+        here = 0
+        while here < len(everybody) and time.monotonic() < until_s:
+            self._main.add(everybody[self.rank], 1)
+            here = sum(self._main.add(each, 0) > count for each, count in zip(everybody, counts, strict=True))
+            time.sleep(_LOOKS_EVERY_S / 25 * min(25, len(everybody)))
+        self._main.add(everybody[self.rank], 1)  # for a rank that has begun to look after the last time
+        if here < len(everybody):
             _say(f"not all {self._world_size} ranks have come in {limit_s:g} s: the others begin")
-        arrived = [each for each in everybody if self._main.check([f"arrived/{life}/{each}"])]
-        self.has_joined = True
-        until_s = time.monotonic() + limit_s
-        while len(self.ranks) < len(arrived) and time.monotonic() < until_s:
-            self.meet()
-        self.history.clear()
-        self._main.set("met", "")
+        return here
 
     # Who
 
@@ -485,8 +492,8 @@ def _tell_rank_zero(index: int, rank: int) -> None:
     rank_zero_only.rank = index if index >= 0 else max(1, rank)  # type: ignore[attr-defined]
 
 
-def _all_lost(lighthouse: str, beat_s: float) -> str | None:
-    """The number of the last quorum, if none of its members lives; else None."""
+def _all_lost(lighthouse: str, beat_s: float) -> bool:
+    """Whether no member of the last quorum lives."""
     direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while True:
         with direct.open(f"{lighthouse}/status", timeout=_CONNECT_S) as page:
@@ -495,8 +502,8 @@ def _all_lost(lighthouse: str, beat_s: float) -> str | None:
         ages_s = {name: float(age) for name, age in re.findall(r"(rank\d{6}:[-\w]+): seen ([\d.e-]+)s", beats)}
         ages = [ages_s[each] for each in members & {*ages_s} if ages_s[each] < beat_s]
         if not ages:
-            return re.findall(r"quorum_id: (\d+)", quorum)[0]  # type: ignore[no-any-return]
+            return True
         # A beat may be of the moment before a loss of all ranks, this one's former process included.
         if min(ages) < beat_s / 3 and time.time() - psutil.Process().create_time() > beat_s:
-            return None
+            return False
         time.sleep(0.1)

@@ -285,17 +285,18 @@ class FaultTolerantDDPStrategy(PackStrategy, ParallelStrategy):
             *(self.run_context, self._given["lighthouse"], self._limits),
             transport=self._transport,
             is_fit=trainer is not None and trainer.state.fn == TrainerFn.FITTING,
-            give=lambda: (self._averages, given_state(trainer), self._outer_state()),
-            take=lambda state: self._take(trainer, *state),
+            give=lambda: (given_state(trainer), self._outer_state()) if self._averages else None,
+            take=lambda states: self._take(trainer, states),
             step=lambda: 0 if trainer is None else trainer.global_step,
             changed=lambda: None if trainer is None else follow_members(trainer),
         )
         self._gradients = GradientAverage(self._members, self.meter)
 
-    def _take(self, trainer: pl.Trainer, averages: bool, state: dict[str, Any], outer: dict[str, Any]) -> None:
+    def _take(self, trainer: pl.Trainer, states: tuple[dict[str, Any], dict[str, Any]] | None) -> None:
         """Takes another rank's state, if both are at the same place of the program."""
-        if not (averages and self._averages):
+        if states is None or not self._averages:
             self.members.exit_behind()
+        state, outer = states
         take_state(trainer, state)
         if self._outer is not None:
             self._load_further_state(outer)

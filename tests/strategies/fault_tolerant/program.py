@@ -86,6 +86,9 @@ class Noted(L.LightningModule):
                 os.kill(os.getpid(), getattr(signal, fault["signal"]))
                 fault["step"] = -1
 
+    def on_fit_start(self) -> None:
+        self.maybe_lost("begin")
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y, _ = batch
         time.sleep(self.plan.get("pause_s", 0.01))

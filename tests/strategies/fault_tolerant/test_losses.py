@@ -312,6 +312,26 @@ def test_all_ranks_are_lost(tmp_path: Path) -> None:
         assert "all ranks were lost, and begin from" in job.output()
 
 
+def test_the_last_member_is_lost_while_a_rank_comes_in(tmp_path: Path) -> None:
+    """Ranks that began anew waited for the one that came in, and that one for them."""
+    faults = [fault(0, 4), fault(0, 0, "SIGSTOP", where="begin", start=1), fault(1, 6, "hang")]
+    with Job(tmp_path, {"trainer": {"max_epochs": 1}, "faults": faults, "pause_s": 0}) as job:
+        job.processes[0].wait(60)
+        job.start(0)
+        while sum("lost" in note for note in job.notes(0)) < 2:
+            time.sleep(0.02)
+        job.processes[1].kill()
+        job.processes[1].wait()
+        job.start(1)
+        time.sleep(3)  # it now waits for all ranks
+        job.processes[0].send_signal(signal.SIGCONT)
+        assert job.run(restarts=1) == [0, 0]
+        results = job.results()
+        assert results[0] == results[1]
+        assert results[0]["step"] == 10
+        assert "the ranks that this one was to join have ended" in job.output()
+
+
 @pytest.mark.parametrize("agents", [1, 2])
 def test_torchrun(agents: int, tmp_path: Path) -> None:
     """An agent starts all of its ranks again when one is lost, and its store still had what the former ranks wrote."""
