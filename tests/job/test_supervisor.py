@@ -164,7 +164,8 @@ def test_no_rank_is_started_after_ctrl_c(job: Supervised) -> None:
     assert len(job.starts()) == 2
 
 
-def test_the_pause_before_a_start_grows() -> None:
+def test_the_pause_before_a_start_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # that of a process of pytest's is none that ranks could run
     host = supervisor.Supervisor(supervised_script.launcher_of(2)._run, HashStore(), {}, max_restarts=10)
     rank, pauses_s = host._ranks[0], []
     for starts in range(1, 7):
