@@ -127,7 +127,7 @@ class Members:
         self._step, self._changed = step, changed
         self.processes: dict[str, int] = {}
         self.history: list[MemberChange] = []
-        self.begins_anew = self.has_ended = False
+        self.begins_anew = self.has_ended = self._has_begun = False
         self.has_joined = self.healed = self.asks = self.has_left = self._is_broken = self.requeue_is_due = False
         self.generation = self.wants_to_leave = 0
         self._checked_s = self._broken_s = time.monotonic()
@@ -202,6 +202,7 @@ class Members:
                 self.meet()
             self.history.clear()
             self._main.set("met", "")
+        self._has_begun = True
 
     def _gather(self, limit_s: float) -> int:
         """Waits for all ranks of the job, so that they begin together; returns how many have come.
@@ -366,7 +367,7 @@ class Members:
         if self.index == 0:
             self._job.set("members", " ".join(self.processes))
         were_there = [rank for rank in self.ranks if rank not in joined]  # the first may be the one that is back
-        if before and were_there[:1] == [self.rank]:
+        if self._has_begun and before and were_there[:1] == [self.rank]:
             go_on = f"{self.size} of {self._world_size} ranks go on after {seconds:.1f} s"
             for ranks, text in (lost, gone), (joined, "is back"):
                 for rank in ranks:
