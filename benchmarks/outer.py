@@ -87,7 +87,9 @@ class Figures(L.Callback):
         meter.flush()
         self._count(trainer)
         if trainer.is_global_zero:
-            self.path.write_text(json.dumps(self.ended))
+            whole = self.path.with_suffix(".new")  # other ranks may already read
+            whole.write_text(json.dumps(self.ended))
+            whole.replace(self.path)
 
 
 def fit(model: L.LightningModule, data: Any, path: Path, num_steps: int, strategy: Any, **options: Any) -> Any:
