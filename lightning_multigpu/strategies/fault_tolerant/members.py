@@ -307,9 +307,7 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
-                keys = {} if self._is_left_out() else {f"meets/{each}": each for each in before}
-                late = (keys[key] for key in keys if not self._job.check([key]) or self._job.get(key) != b"now")
-                self._give_up(late, waited_s)
+                self._give_up(() if self._is_left_out() else before, waited_s)
                 if self.wants_to_leave == 1:
                     raise left()
                 if waited_s > self.limits.wait_for_replicas_s:
@@ -337,9 +335,14 @@ class Members:
         sys.exit(f"ft_ddp: rank {self.rank} is behind, at another place of the program: it has to start again")
 
     def _give_up(self, processes: Iterable[str], waited_s: float) -> None:
-        """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``."""
+        """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``.
+
+        Not those that wait for a quorum too, as all do while the lighthouse is away.
+        """
         for process in processes if waited_s > self.limits.straggler_timeout_s else ():
-            self._supervisors.set(f"late/{process.rpartition('/')[0]}", "")
+            key = f"meets/{process}"
+            if not self._job.check([key]) or self._job.get(key) != b"now":
+                self._supervisors.set(f"late/{process.rpartition('/')[0]}", "")
 
     def finish_meeting(self) -> None:
         """Tells torchft that a sum has succeeded since; after a failure it would ask for a new group each time."""
