@@ -35,7 +35,7 @@ class _Flat:
     """
 
     def __init__(self, tensors: dict[int, Tensor], *, is_of_gradients: bool, layout: int) -> None:
-        self.is_of_gradients = self.is_averaged = is_of_gradients
+        self.is_of_gradients, self.is_averaged = is_of_gradients, False  # of buffers, some are averaged
         sizes = [tensor.numel() for tensor in tensors.values()]
         self.values = torch.empty(sum(sizes), dtype=next(iter(tensors.values())).dtype)
         self.key = (layout, min(tensors)) if is_of_gradients and self.values.is_floating_point() else None
@@ -58,7 +58,7 @@ class GradientAverage:
     The module's buffers (BatchNorm's statistics, for example) travel too: all members get those of the first one, or
     averages. A header, in float64, goes first::
 
-        [ weight | asks for a meeting | leaves, common, layout, given: a number for each member ]
+        [ weight | counts | asks for a meeting | leaves, common, layout, given: a number for each member ]
 
     Only if members have gradients of different parameters (``given``), they also tell each other of which.
     """
@@ -89,7 +89,7 @@ class GradientAverage:
             common: a number that has to be the same on all members; see :class:`.CommonValues`.
             loss_scale: the factor of the next step's losses, for the errors of compression.
             counts: False if this rank's gradients are of other weights than the others'.
-            averages_buffers: average those of floating-point numbers, with the same weights.
+            averages_buffers: average those of floating-point numbers, over the members that count.
             after_meeting: members may come late, with a state to take.
 
         Raises:
@@ -106,15 +106,15 @@ class GradientAverage:
             self._tensors, text = tensors, repr([(tensor.shape, tensor.dtype) for tensor in tensors])
             self._layout = zlib.crc32(text.encode())
         given = [counts and parameter.grad is not None for parameter in parameters]
-        header = torch.zeros(2 + 4 * size, dtype=torch.float64)
-        header[0], header[1] = weight * counts, members.wants_meeting()
+        header = torch.zeros(3 + 4 * size, dtype=torch.float64)
+        header[0], header[1], header[2] = weight * counts, counts, members.wants_meeting()
         numbers = [members.wants_to_leave, common, self._layout, zlib.crc32(bytes(given))]
-        header[2 + members.index :: size] = torch.tensor(numbers, dtype=torch.float64)
+        header[3 + members.index :: size] = torch.tensor(numbers, dtype=torch.float64)
         size_bytes = sum(tensor.nbytes for tensor in (header, *tensors))
         timeout_s = members.timeout_s(size_bytes, meets=after_meeting)
         with self._meter.blocking("all_reduce", group="data", group_size=size, size_bytes=size_bytes) as transfer:
             members.sum([header], timeout_s)
-            total, wants_meeting, *said = header.tolist()
+            total, counted, wants_meeting, *said = header.tolist()
             leaves, commons, layouts, givens = (said[i * size : (i + 1) * size] for i in range(4))
             if len({*layouts}) > 1:
                 raise ValueError(f"ranks {members.ranks} train parameters of different shapes, or not the same ones")
@@ -128,11 +128,9 @@ class GradientAverage:
                     if flat.is_of_gradients:
                         flat.fill([_local(parameters[place], view, counts) for place, view in flat.views.items()])
                         continue
-                    flat.is_averaged = averages_buffers and flat.values.is_floating_point() and total > 0
-                    has_value = flat.is_averaged or members.index == 0
+                    flat.is_averaged = averages_buffers and flat.values.is_floating_point() and counted > 0
+                    has_value = counts if flat.is_averaged else members.index == 0
                     flat.fill([tensors[place] if has_value else None for place in flat.views])
-                    if flat.is_averaged:
-                        flat.values.mul_(weight * counts)
                 members.sum([flat.values for flat in flats], timeout_s, [flat.key for flat in flats])
                 if parameters:
                     members.all_reduce.end_step(loss_scale)
@@ -141,7 +139,9 @@ class GradientAverage:
                 raise
         with torch.no_grad():
             for flat in flats:
-                if flat.is_averaged and total > 0 and abs(total - 1) > 1e-9:
+                if flat.is_averaged:
+                    flat.values.div_(counted)
+                elif flat.is_of_gradients and total > 0 and abs(total - 1) > 1e-9:
                     flat.values.div_(total)
                 for place, view in flat.views.items():
                     if flat.is_of_gradients:

@@ -307,7 +307,7 @@ class Members:
                 break
             waited_s = time.monotonic() - begun_s
             if problem is not None:
-                self._give_up(() if self._is_left_out() else before, waited_s)
+                self._give_up(before, waited_s)
                 if self.wants_to_leave == 1:
                     raise left()
                 if waited_s > self.limits.wait_for_replicas_s:
@@ -337,9 +337,11 @@ class Members:
     def _give_up(self, processes: Iterable[str], waited_s: float) -> None:
         """Has supervisors end processes that live, and have kept the others waiting for ``straggler_timeout_s``.
 
-        Not those that wait for a quorum too, as all do while the lighthouse is away.
+        Not those that wait for a quorum too, as all do while the lighthouse is away; and none if they have gone on
+        without this rank.
         """
-        for process in processes if waited_s > self.limits.straggler_timeout_s else ():
+        is_over = waited_s > self.limits.straggler_timeout_s and not self._is_left_out()
+        for process in processes if is_over else ():
             key = f"meets/{process}"
             if not self._job.check([key]) or self._job.get(key) != b"now":
                 self._supervisors.set(f"late/{process.rpartition('/')[0]}", "")

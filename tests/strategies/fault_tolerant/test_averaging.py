@@ -1,7 +1,8 @@
-"""What a failed sum leaves behind."""
+"""Averages over the members, and what a failed sum leaves behind."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ OPTIONS: dict[str, Any] = {"common": 0.0, "loss_scale": 1.0, **FLAGS}
 class Two:
     """Two members with the same gradients, of which one is lost in the sum with the number ``fails_at``.
 
-    With ``has_ones`` the other one's gradients are ones, and it has one of each parameter.
+    With ``has_ones`` the other one counts too, and has ones as the gradients of all parameters and as buffers.
     """
 
     size, index, ranks, wants_to_leave, all_reduce = 2, 0, (0, 1), False, HierarchicalAllReduce(None, None)
@@ -39,7 +40,8 @@ class Two:
         self.sums += 1
         for tensor in tensors:
             if tensor.dtype == torch.float64:  # the header, to which the other one adds its numbers
-                tensor[3::2] = tensor[2::2]
+                tensor[4::2] = tensor[3::2]
+                tensor[1] += self.has_ones
                 tensor[-1] += self.has_ones  # stands for which gradients there are
             elif self.has_ones:
                 tensor.add_(1)
@@ -71,12 +73,15 @@ def test_a_gradient_that_another_rank_has() -> None:
 
 
 def test_buffers() -> None:
-    """Ranks that step alone got the first one's statistics, where ``ring_ddp`` averages them."""
+    """Ranks that step alone got the first one's statistics, where ``ring_ddp`` averages them.
+
+    A rank that comes in has made NaN of the infinities of an attention mask.
+    """
     members = Two()
-    members.index = 1  # the other one says that it has no weight, and no values
-    for averages, expected in (False, [0.0, 0]), (True, [6.0, 0]):
-        buffers = [torch.tensor(3.0), torch.tensor(7)]
-        options = {**OPTIONS, "averages_buffers": averages}
+    members.index, members.has_ones = 1, True
+    mean = {**OPTIONS, "averages_buffers": True}
+    for options, expected in (OPTIONS, [1.0, 1]), (mean, [-math.inf, 1]), ({**mean, "counts": False}, [1.0, 1]):
+        buffers = [torch.tensor(-math.inf), torch.tensor(7)]
         GradientAverage(cast(Members, members), Meter()).average([], buffers, 0.5, **options)
         assert [buffer.item() for buffer in buffers] == expected
 
