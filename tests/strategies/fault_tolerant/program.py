@@ -81,10 +81,11 @@ class Noted(L.LightningModule):
             )
             if is_here and self.trainer.global_step == fault["step"] and not self.trainer.sanity_checking:
                 self.note(lost=time.time())
-                if fault["signal"] == "hang":
-                    time.sleep(1000)
-                os.kill(os.getpid(), getattr(signal, fault["signal"]))
                 fault["step"] = -1
+                if fault["signal"] == "hang":
+                    time.sleep(fault.get("seconds", 1000))
+                else:
+                    os.kill(os.getpid(), getattr(signal, fault["signal"]))
 
     def on_fit_start(self) -> None:
         self.maybe_lost("begin")

@@ -127,13 +127,19 @@ def fault(rank: int, step: int, signal: str = "SIGKILL", **options: Any) -> dict
     ids=["exact", "compressed"],
 )
 def test_no_loss(options: dict[str, Any], rel: float, tmp_path: Path) -> None:
-    """A rank that was started when the fit was over took all for lost, and trained alone from the newest checkpoint."""
-    with Job(tmp_path, {"trainer": {"max_epochs": 2}, "options": options, "pause_s": 0}) as job:
+    """A rank that was started when the fit was over took all for lost, and trained alone from the newest checkpoint.
+
+    One that is late in a validation is no loss, also between hosts, where a sum would not wait for so long.
+    """
+    late = [fault(1, 20, "hang", where="validation", seconds=3)] if options else []
+    plan = {"trainer": {"max_epochs": 2}, "options": options, "pause_s": 0, "faults": late, "validate": True}
+    with Job(tmp_path, plan) as job:
         assert job.run() == [0, 0]
         results = job.results()
         assert [result["step"] for result in results.values()] == [20, 20]
         assert_alike(results, job, rel)
         assert (results[0]["weights"] == pytest.approx(replayed(job), rel=1e-6)) == (not options)
+        assert "ft_ddp:" not in job.output()
         job.start(0)
         assert job.processes[0].wait(60) == 0
         assert samples_of_epochs(job) == [Counter(range(SAMPLES))] * 2
@@ -231,7 +237,8 @@ def test_the_supervisor_starts_rank_0_again(tmp_path: Path) -> None:
 
 def test_a_rank_that_is_stopped(tmp_path: Path) -> None:
     """It comes in again when it goes on."""
-    plan = {"trainer": {"max_epochs": -1}, "faults": [fault(1, 6, "SIGSTOP")], "steps_after": 20}
+    options = {"shared_memory": False}
+    plan = {"trainer": {"max_epochs": -1}, "faults": [fault(1, 6, "SIGSTOP")], "options": options, "steps_after": 20}
     with Job(tmp_path, plan) as job:
         job.wait_for("rank 1 is lost")
         job.processes[1].send_signal(signal.SIGCONT)
