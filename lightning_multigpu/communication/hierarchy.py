@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_multigpu._torch_compat import set_group_timeout
 from lightning_multigpu.communication.compression import CompressedAllReduce
 from lightning_multigpu.communication.ring import GATHER, REDUCE, RingAllReduce, chunk_bounds
 from lightning_multigpu.communication.shared_memory.host_all_reduce import Bounds, SharedMemoryAllReduce
@@ -212,7 +211,7 @@ class HierarchicalAllReduce:
         if self.inside is not None:
             self.inside.limit(inside_s)
         if self._ring is not None:
-            set_group_timeout(timedelta(seconds=timeout_s), self._ring.messages.group)
+            self._ring.messages.timeout = timedelta(seconds=timeout_s)
 
     def end_step(self, loss_scale: float = 1.0) -> None:
         """Ends an optimizer step; compression then keeps the errors of the step. A collective."""

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from typing import Literal
 
@@ -81,10 +82,15 @@ def sent_elements(numel: int, rank: int, world_size: int) -> int:
 
 
 class Messages:
-    """Point-to-point messages over a process group."""
+    """Point-to-point messages over a process group.
+
+    Attributes:
+        timeout: the longest wait for one; 0 for the group's at its creation, which Gloo keeps.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
+        self.timeout = timedelta(0)
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self._ranks = dist.get_process_group_ranks(group)
@@ -105,6 +111,10 @@ class Messages:
         work = dist.irecv(tensor, self._ranks[peer], group=self.group, tag=tag)
         assert work is not None
         return work
+
+    def wait(self, work: dist.Work) -> None:
+        """Waits for a message; RuntimeError if the other rank has ended, or the time is up."""
+        work.wait(self.timeout)
 
 
 class RingAllReduce:
@@ -214,7 +224,7 @@ class _PendingRing:
             arriving, self._posted = self._posted, self._post(index + 1)
             completes = step.phase == "reduce" and index == world_size - 2
             for work, (a, b), incoming in arriving:
-                work.wait()
+                self._ring.messages.wait(work)
                 segment = self._flat[a:b]
                 if step.phase == "reduce":
                     segment.add_(incoming)
@@ -226,7 +236,7 @@ class _PendingRing:
                     self._sends.append(self._send(self._waiting.popleft()))
         self._sends += [self._send(segment) for segment in self._waiting]
         for work in self._sends:
-            work.wait()
+            self._ring.messages.wait(work)
         return self._tensor
 
     def _segments(self, bounds: tuple[int, int]) -> Iterator[tuple[int, int]]:

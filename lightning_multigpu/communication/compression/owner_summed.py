@@ -139,17 +139,17 @@ class OwnerSummed:
             all_finite &= self._decode(segment, self.buffers.sums_out)
         for peer in self.messages.peers:
             for segment, work in zip(self.segments[peer], self._sums[peer], strict=True):
-                work.wait()
+                self.messages.wait(work)
                 all_finite &= self._decode(segment, self.buffers.sums_in[peer])
         for send in self._sends:
-            send.wait()
+            self.messages.wait(send)
         return all_finite
 
     def _sum_and_send(self, index: int, segment: Segment) -> None:
         messages, buffers = self.messages, self.buffers
         total = self._with_error(segment)
         for peer in sorted(self._parts):  # always in the same order, so that runs are reproducible
-            self._parts[peer][index].wait()
+            messages.wait(self._parts[peer][index])
             self.compressor.add_decoded(segment.encoded(buffers.parts_in[peer]), total)
         if self.average:
             total.div_(messages.world_size)

@@ -64,7 +64,8 @@ def group_class() -> Any:
                 group: Any = dist.group.WORLD
                 everybody = [[*range(world_size)]]
                 self.all_reduce = self._transport.all_reduce(group, everybody, self._over, hosts.__getitem__)
-            self.wait_slowly()
+            slow = timedelta(seconds=self._members.limits.straggler_timeout_s)
+            set_group_timeout(slow, group)  # of what waits outside of steps
             self._members.processes = {"{global_rank}/{pid}/{id}".format(**peer): peer["global_rank"] for peer in peers}
             return group
 
@@ -72,11 +73,6 @@ def group_class() -> Any:
             """The group of the line that has this rank."""
             groups = [dist.new_group(line, timeout=self._timeout) for line in lines]
             return next((g for g, line in zip(groups, lines, strict=True) if dist.get_rank() in line), None)
-
-        def wait_slowly(self) -> None:
-            """Lets collectives outside of steps, which ranks may reach late, wait for long."""
-            if (world := dist.group.WORLD) is not None:
-                set_group_timeout(timedelta(seconds=self._members.limits.straggler_timeout_s), world)
 
         def abort(self, errored: bool = True) -> None:
             self._pg = None

@@ -425,8 +425,6 @@ class Members:
             inside_s = timeout_s + (0 if self.all_reduce.between is None else tensor.nbytes / _SLOWEST_BYTES_A_S)
             self.all_reduce.limit(timeout_s, inside_s=inside_s)
             self.all_reduce(tensor, key)
-        if self.all_reduce.between is not None:
-            self._group.wait_slowly()
 
     def _cut_silent(self) -> None:
         """Cuts connections to a host that does not answer, for which a collective outside of steps would wait long."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -56,6 +56,19 @@ def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSch
 
 def loss_of(layer: nn.Linear, x: Tensor, y: Tensor) -> Tensor:
     return nn.functional.mse_loss(layer(x), y)
+
+
+class Slow(Callback):
+    """Makes a rank that comes in take its time to take over a state."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seconds": self.seconds}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        time.sleep(self.seconds)
 
 
 class Noted(L.LightningModule):
@@ -156,6 +169,8 @@ def main() -> None:
             ModelCheckpoint(directory / "checkpoints", monitor="val_loss", save_top_k=2, save_last=True),
             EarlyStopping("val_loss", mode="max", min_delta=1e9, patience=1000),  # counts validations
         ]
+    if plan.get("takes_s"):
+        callbacks.append(Slow(plan["takes_s"]))
     if plan.get("report"):
         callbacks.append(RunReport())
     trainer = L.Trainer(

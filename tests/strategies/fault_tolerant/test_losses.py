@@ -164,8 +164,12 @@ def test_a_killed_rank(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
-    """Where a script validated before it fitted, the rank ended there, with status 0, and never came back."""
+    """Where a script validated before it fitted, the rank ended there, with status 0, and never came back.
+
+    It takes its state for longer than a sum waits for a rank.
+    """
     plan = {
+        "takes_s": 3,
         "trainer": {"max_epochs": -1},
         "faults": [fault(1, 25)],
         "options": {"shared_memory": False},
@@ -180,6 +184,7 @@ def test_a_rank_that_is_started_again(tmp_path: Path) -> None:
         assert results[0] == results[1]
         assert results[0]["weights"] == pytest.approx(replayed(job, unfreezes=3), rel=1e-9)
         assert "rank 1 is back" in job.output()
+        assert "a collective has failed" not in job.output()
         for epoch in samples_of_epochs(job)[:-1]:
             assert set(epoch.values()) == {1}
             assert len(epoch) >= SAMPLES - 2
