@@ -1,6 +1,7 @@
 """The compressed all-reduce on real ranks: sums, the same bits everywhere, nothing lost for good, bytes."""
 
 import math
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -168,8 +169,8 @@ def _unfinished(name: str) -> list[int]:
             messages.append(message)
 
             class Watched:
-                def wait(self) -> None:
-                    message[0].wait()
+                def wait(self, timeout: timedelta) -> None:
+                    message[0].wait(timeout)
                     message[1] = True
 
             return Watched()
